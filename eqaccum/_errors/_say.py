@@ -1,0 +1,21 @@
+"""How eqaccum speaks: one line on standard error for each choice it made."""
+
+import sys
+import warnings
+
+from ._exceptions import EqaccumWarning
+
+
+def say(text: str) -> None:
+    """Prints one line, `eqaccum: text`, on standard error."""
+    print(f"eqaccum: {text}", file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """Warns with `EqaccumWarning`, pointing outside of the package."""
+    depth, frame = 2, sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(
+        "eqaccum"
+    ):
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(text, EqaccumWarning, stacklevel=depth - 1)
