@@ -1,0 +1,59 @@
+# One word per task. Needs make and Python 3.11 or newer; everything else goes into .venv.
+#   make quickstart    train the first example
+#   make test          the tests            (ARGS="-m slow" and the like are passed on)
+#   make check         lint, format, types, import directions
+#   make format        let ruff rewrite what it can
+#   make lock          remake requirements/*.txt from pyproject.toml (UPGRADE=1: newest)
+#   make clean         remove .venv and everything the tools left
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+ARGS ?=
+UPGRADE ?=
+
+.PHONY: quickstart test check format lock clean
+
+quickstart: $(VENV)/.run
+	$(BIN)/python examples/quickstart.py
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --warnings
+	$(BIN)/python -m pytest --quiet tests/test_layers.py
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Two environments in one folder: .dev holds all that .run does, at the same versions.
+# A stamp is older than its lock when the lock has changed, and then it is installed anew.
+$(VENV)/.run $(VENV)/.dev: $(VENV)/.%: requirements/%.txt pyproject.toml | $(VENV)/pyvenv.cfg
+	$(INSTALL) --require-hashes -r $<
+	$(INSTALL) --no-deps --no-build-isolation --no-index --editable .
+	touch $@
+
+$(VENV)/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "eqaccum needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# No address of a package index may get into a lock: it must work with anyone's pip.
+PIP_COMPILE = $(BIN)/pip-compile --quiet --generate-hashes --strip-extras --allow-unsafe \
+  --no-header --no-emit-options --no-emit-index-url --no-emit-trusted-host \
+  --no-emit-find-links $(if $(UPGRADE),--upgrade) --build-deps-for editable
+
+lock: | $(VENV)/pyvenv.cfg
+	$(INSTALL) pip-tools==7.6.2
+	$(PIP_COMPILE) --extra examples -o requirements/run.txt pyproject.toml
+	$(PIP_COMPILE) --extra test --extra check -c requirements/run.txt \
+	  -o requirements/dev.txt pyproject.toml
+
+clean:
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis .coverage
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
