@@ -1,0 +1,107 @@
+"""One global batch, and the ways in which its rows are held."""
+
+import dataclasses
+from typing import Any, Protocol
+
+import numpy as np
+
+from .. import _errors
+from . import _leaves
+from ._layout import Layout, read
+from ._weights import batch_weights
+
+
+class Rows(Protocol):
+    """The rows of one batch, wherever they are."""
+
+    def take(self, order: np.ndarray) -> list[Any]:
+        """The rows at these positions of the batch, one array per row leaf."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """The examples of one update.
+
+    `count` is its number of rows, `index` its place in the epoch, `first_row` the
+    number of the epoch's rows before it. `weights` is None where all rows weigh 1.
+    """
+
+    layout: Layout
+    count: int
+    weights: np.ndarray | None
+    whole: list[Any]
+    rows: Rows
+    epoch: int = 0
+    index: int = 0
+    first_row: int = 0
+
+    def take(self, order: np.ndarray) -> list[Any]:
+        """The rows at these positions, which may repeat, in their final dtypes.
+
+        The arrays never share memory with the user's, so the step may keep them after
+        the call. Arrays that are read-only are the batch's own: nobody writes to them.
+        """
+        order = np.asarray(order, np.intp)
+        if len(order) and not 0 <= order.min() <= order.max() < self.count:
+            raise IndexError(
+                f"positions {order.min()} to {order.max()} of a batch of {self.count}"
+            )
+        return self.rows.take(order)
+
+
+def batch_of(tree: Any, *, in_axes: Any = 0, weights: Any = None) -> Batch:
+    """The batch that a pytree of arrays is, as a user hands it to a step.
+
+    The rows stay in the user's memory until `take` copies them.
+    """
+    what = "the batch"
+    flat = read(tree, in_axes=in_axes, what=what)
+    if flat.count == 0:
+        raise _errors.empty_data(what)
+    if not flat.has_values:
+        raise _errors.only_shapes()
+    weights = batch_weights(weights, flat.count)
+    rows = ColumnRows(flat.layout, flat.rows)
+    return Batch(flat.layout, flat.count, weights, flat.whole, rows)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ColumnRows:
+    """Rows that stay where the user holds them until they are copied, once."""
+
+    layout: Layout
+    columns: list[Any]
+    indices: np.ndarray | None = None
+
+    def take(self, order: np.ndarray) -> list[Any]:
+        at = order if self.indices is None else self.indices[order]
+        run = _leaves.as_run(at)
+        return [
+            _leaves.gather(column, at, struct.dtype, run=run)
+            for column, struct in zip(
+                self.columns, self.layout.row_structs, strict=True
+            )
+        ]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OwnRows:
+    """Rows that were copied already, and that nobody else can reach.
+
+    All of them, in order, are handed over as they are: they are read-only.
+    """
+
+    leaves: list[Any]
+
+    def take(self, order: np.ndarray) -> list[Any]:
+        run = _leaves.as_run(order)
+        return [_own(leaf, order, run) for leaf in self.leaves]
+
+
+def _own(leaf: Any, order: np.ndarray, run: slice | None) -> Any:
+    # Part of the rows is copied even if consecutive: a CPU device would do so anyway,
+    # and slower, where the part does not begin at an aligned address.
+    if run == slice(0, len(leaf)):
+        return leaf
+    return _leaves.gather(leaf, order, leaf.dtype, run=run)
