@@ -87,21 +87,9 @@ class ColumnRows:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OwnRows:
-    """Rows that were copied already, and that nobody else can reach.
-
-    All of them, in order, are handed over as they are: they are read-only.
-    """
+    """Rows that were copied already, and that nobody else can reach."""
 
     leaves: list[Any]
 
     def take(self, order: np.ndarray) -> list[Any]:
-        run = _leaves.as_run(order)
-        return [_own(leaf, order, run) for leaf in self.leaves]
-
-
-def _own(leaf: Any, order: np.ndarray, run: slice | None) -> Any:
-    # Part of the rows is copied even if consecutive: a CPU device would do so anyway,
-    # and slower, where the part does not begin at an aligned address.
-    if run == slice(0, len(leaf)):
-        return leaf
-    return _leaves.gather(leaf, order, leaf.dtype, run=run)
+        return _leaves.take_own(self.leaves, order)

@@ -11,7 +11,7 @@ from .. import _errors
 from . import _leaves
 from ._batch import Batch, ColumnRows
 from ._layout import Flat, Layout, read
-from ._source import Source, count_batches, cuts
+from ._source import Cut, Source, count_batches, cuts
 from ._weights import example_weights
 
 
@@ -46,18 +46,19 @@ class ColumnSource(Source):
             drop_remainder=drop_remainder,
             start=start,
         )
-        for cut in all_cuts:
-            indices = cut.rows(order)
-            yield Batch(
-                layout=self.layout,
-                count=len(indices),
-                weights=None if self.weights is None else self.weights[indices],
-                whole=self.flat.whole,
-                rows=ColumnRows(self.layout, self.flat.rows, indices),
-                epoch=epoch,
-                index=cut.index,
-                first_row=cut.start,
-            )
+        return (self._batch(cut, epoch) for cut in all_cuts)
+
+    def _batch(self, cut: Cut, epoch: int) -> Batch:
+        return Batch(
+            layout=self.layout,
+            count=len(cut.rows),
+            weights=None if self.weights is None else self.weights[cut.rows],
+            whole=self.flat.whole,
+            rows=ColumnRows(self.layout, self.flat.rows, cut.rows),
+            epoch=epoch,
+            index=cut.index,
+            first_row=cut.first_row,
+        )
 
     def batches_per_epoch(self, global_batch: int, drop_remainder: bool = False) -> int:
         return count_batches(self.flat.count, global_batch, drop_remainder)

@@ -181,12 +181,21 @@ def _axes(in_axes: Any, leaves: list[Any], treedef: Any, what: str) -> Sequence[
     """The axis of each leaf, from a pytree prefix as in `jax.vmap`."""
     if type(in_axes) is int and in_axes == 0:
         return (0,) * len(leaves)
-    prefix = jtu.tree_map(_axis, in_axes, is_leaf=lambda x: x is None)
+    prefix = _prefix(in_axes)
     tree = treedef.unflatten(range(len(leaves)))
     try:
         return jtu.tree_leaves(jax.tree.broadcast(prefix, tree))
     except ValueError:
         raise _errors.in_axes_structure(in_axes, treedef, what) from None
+
+
+def marks_whole(in_axes: Any) -> bool:
+    """Whether `in_axes` marks anything as having no example axis."""
+    return _WHOLE in jtu.tree_leaves(_prefix(in_axes))
+
+
+def _prefix(in_axes: Any) -> Any:
+    return jtu.tree_map(_axis, in_axes, is_leaf=lambda axis: axis is None)
 
 
 def _axis(axis: Any) -> int:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -106,7 +106,7 @@ def chunks(array: Any) -> Iterator[np.ndarray]:
     """The array in pieces of some rows each, as numpy arrays."""
     size = _rows_per_chunk(array)
     for start in range(0, array.shape[0], size):
-        yield np.asarray(array[start : start + size])
+        yield np.asarray(cut(array, start, min(start + size, array.shape[0])))
 
 
 def _rows_per_chunk(array: Any) -> int:
@@ -169,3 +169,42 @@ def copy(array: Any, dtype: np.dtype) -> Any:
         out[...] = array
         return out
     return array if array.dtype == dtype else array.astype(dtype)
+
+
+def cut(array: Any, start: int, stop: int) -> Any:
+    """Consecutive rows, as a view where the array is numpy's."""
+    if isinstance(array, np.ndarray) or (start, stop) == (0, array.shape[0]):
+        return array[start:stop]
+    # Compiled once per size; `array[start:stop]` would be for every start.
+    return jax.lax.dynamic_slice_in_dim(array, start, stop - start)
+
+
+def join(pieces: Sequence[Any]) -> Any:
+    """The rows of all the pieces, one after another, in one array."""
+    if len(pieces) == 1:
+        return pieces[0]
+    if not all(isinstance(piece, np.ndarray) for piece in pieces):
+        return jnp.concatenate(pieces)
+    rows = sum(len(piece) for piece in pieces)
+    joined = empty((rows, *pieces[0].shape[1:]), pieces[0].dtype)
+    return np.concatenate(pieces, out=joined)
+
+
+def take_own(leaves: Sequence[Any], order: np.ndarray) -> list[Any]:
+    """The rows at these positions of arrays that nobody else can reach.
+
+    All of them, in order, are handed over as they are, read-only. A part is copied,
+    even if consecutive: where it does not begin at an aligned address a CPU device
+    would copy it too, and slower.
+    """
+    run = as_run(order)
+    return [_take_own(leaf, order, run) for leaf in leaves]
+
+
+def _take_own(leaf: Any, order: np.ndarray, run: slice | None) -> Any:
+    if run != slice(0, leaf.shape[0]):
+        return gather(leaf, order, leaf.dtype, run=run)
+    if isinstance(leaf, np.ndarray):
+        leaf = leaf[:]
+        leaf.flags.writeable = False
+    return leaf

@@ -53,19 +53,13 @@ class Source(abc.ABC):
         """All rows of row leaf number `leaf` in pieces; nothing unless columns."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Cut:
-    """Rows `start` to `stop` of an epoch, its batch number `index`."""
+    """One batch of an epoch: its number, the rows before it, which rows it has."""
 
     index: int
-    start: int
-    stop: int
-
-    def rows(self, order: np.ndarray | None) -> np.ndarray:
-        """Which rows of the data they are."""
-        if order is None:
-            return np.arange(self.start, self.stop)
-        return np.asarray(order[self.start : self.stop], np.intp)
+    first_row: int
+    rows: np.ndarray
 
 
 def cuts(
@@ -79,9 +73,16 @@ def cuts(
     """The cuts of an epoch of that many rows, from number `start` on."""
     if order is not None and order.shape != (rows,):
         raise ValueError(f"an order of shape {order.shape} for {rows} rows")
-    for index in range(start, count_batches(rows, global_batch, drop_remainder)):
-        first = index * global_batch
-        yield Cut(index, first, min(first + global_batch, rows))
+    numbers = range(start, count_batches(rows, global_batch, drop_remainder))
+    return (_cut(index, rows, global_batch, order) for index in numbers)
+
+
+def _cut(index: int, rows: int, global_batch: int, order: np.ndarray | None) -> Cut:
+    first = index * global_batch
+    stop = min(first + global_batch, rows)
+    if order is None:
+        return Cut(index, first, np.arange(first, stop))
+    return Cut(index, first, np.asarray(order[first:stop], np.intp))
 
 
 def count_batches(rows: int, global_batch: int, drop_remainder: bool) -> int:

@@ -259,7 +259,7 @@ def item_value(name: str, what: str, *, expected: str, found: str) -> InputError
         f"is {found}, where the first one's is {expected}. What is "
         "not an array is part of the compiled program and must stay the same: make a "
         "number an array (`numpy.float32(...)`), encode text as integers, or leave it "
-        "out."
+        "out. Each item must be a batch, not a single example."
     )
 
 
@@ -280,5 +280,6 @@ def shapes_cannot_mix(
     return InputError(
         f"{what[0].upper()}{what[1:]} cannot be joined with the {pending} rows before "
         f"it into one batch of {global_batch}: {'; '.join(changes)}. Let each item "
-        f"have exactly global_batch={global_batch} rows, or pad all to one shape."
+        f"have exactly global_batch={global_batch} rows, or pad all to one shape. Each "
+        "item must be a batch, not a single example."
     )
