@@ -2,7 +2,7 @@
 
 from ._batch import Batch as Batch, batch_of as batch_of
 from ._dataset import examples as examples
-from ._layout import Layout as Layout
+from ._layout import Layout as Layout, read as read
 from ._open import open_source as open_source
 from ._order import Slots as Slots, epoch_order as epoch_order, slots as slots
 from ._source import Source as Source

@@ -1,7 +1,8 @@
 """One global batch, and the ways in which its rows are held."""
 
+import abc
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -11,12 +12,12 @@ from ._layout import Layout, read
 from ._weights import batch_weights
 
 
-class Rows(Protocol):
+class Rows(abc.ABC):
     """The rows of one batch, wherever they are."""
 
+    @abc.abstractmethod
     def take(self, order: np.ndarray) -> list[Any]:
         """The rows at these positions of the batch, one array per row leaf."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,7 +68,7 @@ def batch_of(tree: Any, *, in_axes: Any = 0, weights: Any = None) -> Batch:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ColumnRows:
+class ColumnRows(Rows):
     """Rows that stay where the user holds them until they are copied, once."""
 
     layout: Layout
@@ -86,7 +87,7 @@ class ColumnRows:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OwnRows:
+class OwnRows(Rows):
     """Rows that were copied already, and that nobody else can reach."""
 
     leaves: list[Any]

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import _errors
 from . import _leaves
-from ._batch import Batch
+from ._batch import Batch, Rows
 from ._layout import Layout, layout_of, leaf_names, marks_whole, plain_mapping
 from ._source import Cut, Source, count_batches, cuts
 from ._weights import example_weights
@@ -117,7 +117,7 @@ class DatasetSource(Source):
         return iter(())
 
 
-class ExampleRows:
+class ExampleRows(Rows):
     """The examples at some indices, each of which is read once.
 
     They are read when first taken, so that a process reads its own share only, and
