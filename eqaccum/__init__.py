@@ -1,0 +1,31 @@
+"""The same training run on every device: global batches out of microbatches that fit.
+
+    import eqaccum
+    result = eqaccum.fit(model, data, global_batch=4096)
+"""
+
+from ._accumulate import batched as batched, shared_key as shared_key
+from ._doors import (
+    make_step as make_step,
+    plan as plan,
+    value_and_grad as value_and_grad,
+)
+from ._errors import (
+    CannotTell as CannotTell,
+    DoesNotFit as DoesNotFit,
+    EqaccumError as EqaccumError,
+    EqaccumWarning as EqaccumWarning,
+    InputError as InputError,
+    NonFiniteError as NonFiniteError,
+    PlanError as PlanError,
+    StepError as StepError,
+)
+from ._fit import FitResult as FitResult, History as History, fit as fit
+from ._plan import Parts as Parts, Plan as Plan, Probe as Probe
+from ._step import Step as Step
+from ._types import (
+    Mean as Mean,
+    Metrics as Metrics,
+    Sum as Sum,
+    TrainState as TrainState,
+)

@@ -1,0 +1,32 @@
+from ._aux import AuxSpec as AuxSpec, finish as finish_aux
+from ._defaults import (
+    DefaultLoss as DefaultLoss,
+    check_labels as check_labels,
+    check_not_one_hot as check_not_one_hot,
+    choose as choose_default_loss,
+)
+from ._forms import (
+    Batched as Batched,
+    Options as Options,
+    batched as batched,
+    check_arguments as check_arguments,
+    shared_key as shared_key,
+)
+from ._jaxpr import hoist as hoist, walk as walk
+from ._keys import batch_keys as batch_keys, run_key as run_key
+from ._scan import (
+    Batch as Batch,
+    Cut as Cut,
+    Sums as Sums,
+    accumulate as accumulate,
+    weigh as weigh,
+)
+from ._trace import (
+    Arguments as Arguments,
+    LossSpec as LossSpec,
+    Pass as Pass,
+    PassInputs as PassInputs,
+    PassOutputs as PassOutputs,
+    float32_products as float32_products,
+    trace_pass as trace_pass,
+)

@@ -43,19 +43,6 @@ from ._exceptions import (
     PlanError as PlanError,
     StepError as StepError,
 )
-from ._plan import (
-    bad_bytes as bad_bytes,
-    bad_microbatch as bad_microbatch,
-    bad_rows as bad_rows,
-    foreign_plan as foreign_plan,
-    no_devices as no_devices,
-    no_figures as no_figures,
-    no_limit as no_limit,
-    no_matplotlib as no_matplotlib,
-    nothing_fits as nothing_fits,
-    pinned_over_limit as pinned_over_limit,
-)
-from ._say import say as say, warn as warn
 from ._loss import (
     LossShapeError as LossShapeError,
     aux_integer as aux_integer,
@@ -95,11 +82,26 @@ from ._loss import (
     trainable_not_prefix as trainable_not_prefix,
     written_for_batch as written_for_batch,
 )
+from ._plan import (
+    bad_bytes as bad_bytes,
+    bad_microbatch as bad_microbatch,
+    bad_rows as bad_rows,
+    foreign_plan as foreign_plan,
+    no_devices as no_devices,
+    no_figures as no_figures,
+    no_limit as no_limit,
+    no_matplotlib as no_matplotlib,
+    nothing_fits as nothing_fits,
+    pinned_over_limit as pinned_over_limit,
+)
+from ._say import say as say, warn as warn
 from ._step import (
     bad_choice as bad_choice,
+    bad_count as bad_count,
     bad_compute_dtype as bad_compute_dtype,
     bad_global_batch as bad_global_batch,
     batch_too_large as batch_too_large,
+    cannot_shuffle as cannot_shuffle,
     consumed as consumed,
     device_failed as device_failed,
     foreign_train_state as foreign_train_state,
@@ -117,4 +119,6 @@ from ._step import (
     penalty_value as penalty_value,
     plan_mismatch as plan_mismatch,
     too_many_skips as too_many_skips,
+    total_unknown as total_unknown,
+    unknown_argument as unknown_argument,
 )

@@ -1,0 +1,7 @@
+from ._make_step import DEFAULT_OPTIMIZER as DEFAULT_OPTIMIZER, make_step as make_step
+from ._plan import (
+    plan as plan,
+    prepare_loss as prepare_loss,
+    rows_per_step as rows_per_step,
+)
+from ._value_and_grad import value_and_grad as value_and_grad

@@ -1,0 +1,95 @@
+"""`make_step`: the step of a loop of one's own."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optax
+from jaxtyping import PyTree
+
+from .. import _errors
+from .._mesh import default_placement
+from .._plan import Plan
+from .._step import Settings, Step
+
+DEFAULT_OPTIMIZER = "adamw(1e-3)"
+
+
+def make_step(
+    loss: Callable,
+    optimizer: optax.GradientTransformation,
+    *,
+    global_batch: int,
+    in_axes: PyTree = 0,
+    has_aux: bool = False,
+    penalty: Callable | None = None,
+    trainable: PyTree = True,
+    microbatch: int | str = "largest",
+    memory_limit: int | str | None = None,
+    plan: Plan | None = None,
+    compute_dtype: Any = None,
+    nonfinite: str = "raise",
+    axis_name: str = "batch",
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Step:
+    """The step of a loop of one's own: one optimizer update per call.
+
+    **Arguments:**
+
+    - `loss`: a function `loss(model, example, key)` of one example that returns a float
+        scalar or a `Mean`; or `batched(...)`, `shared_key(...)`.
+    - `optimizer`: an Optax transformation; it is called once per step, on the finished
+        gradient.
+    - `global_batch`: examples per update; a batch may have fewer rows.
+    - `in_axes`: 0 or None per leaf of a batch, as in `jax.vmap`; None for leaves that
+        every pass gets whole.
+    - `has_aux`: whether the loss returns auxiliary outputs beside its value.
+    - `penalty`: a function of the model alone, added once per step.
+    - `trainable`: True, a pytree of bools that is a prefix of the model, or a predicate
+        on leaves.
+    - `microbatch`: `"largest"`, or an int: an upper bound on the examples of a pass.
+    - `memory_limit`: bytes or text such as `"10GiB"` that the step's programs may take
+        on each device; None asks the device.
+    - `plan`: a `Plan` to use instead of searching.
+    - `compute_dtype`: the floating leaves of the model are cast to it inside the loss.
+    - `nonfinite`: `"raise"`, `"skip"` (nothing is updated) or `"ignore"`.
+    - `axis_name`: the name of the axis over the examples of a microbatch.
+    - `compiler_options`: passed to every compilation.
+
+    **Returns:**
+
+    A `Step`: `train = step.init(model, key)`, then `train, metrics = step(train, batch)`.
+
+    **Raises:**
+
+    `InputError` where an argument cannot work.
+
+    !!! Example
+
+        ```python
+        step = eqaccum.make_step(loss, optax.adamw(1e-3), global_batch=4096)
+        train = step.init(model, jax.random.key(0))
+        for batch in batches:
+            train, metrics = step(train, batch)
+        ```
+    """
+    if not isinstance(optimizer, optax.GradientTransformation) and callable(optimizer):
+        raise _errors.optimizer_of_steps()
+    return Step(
+        Settings(
+            loss=loss,
+            optimizer=optimizer,
+            global_batch=global_batch,
+            placement=default_placement(),
+            in_axes=in_axes,
+            has_aux=has_aux,
+            penalty=penalty,
+            trainable=trainable,
+            microbatch=microbatch,
+            memory_limit=memory_limit,
+            plan=plan,
+            compute_dtype=compute_dtype,
+            nonfinite=nonfinite,  # type: ignore[arg-type]
+            axis_name=axis_name,
+            compiler_options=compiler_options,
+        )
+    )

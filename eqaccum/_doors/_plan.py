@@ -1,0 +1,142 @@
+"""`plan`: what `fit` would decide, without training."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+from .. import _errors
+from .._accumulate import DefaultLoss, choose_default_loss
+from .._data import Source, open_source
+from .._mesh import DATA
+from .._plan import Plan
+from .._step import check_compute_dtype
+from ._make_step import make_step
+
+_STEP_OPTIONS = (
+    "has_aux",
+    "penalty",
+    "trainable",
+    "microbatch",
+    "memory_limit",
+    "compute_dtype",
+    "nonfinite",
+    "axis_name",
+    "compiler_options",
+)
+_IGNORED_BY_PLAN = (
+    "plan",
+    "epochs",
+    "steps",
+    "key",
+    "shuffle",
+    "drop_remainder",
+    "progress",
+)
+
+
+def plan(
+    model: PyTree,
+    data: Any,
+    *,
+    global_batch: int,
+    loss: Callable | None = None,
+    optimizer: Any = None,
+    state: Any = None,
+    in_axes: PyTree = 0,
+    example_weights: Any = None,
+    **options: Any,
+) -> Plan:
+    """The plan that `fit` would make, without training: nothing is allocated.
+
+    **Arguments:**
+
+    Those of `fit`; the ones that do not matter for the plan are ignored. `model`,
+    `state` and `data` may hold `jax.ShapeDtypeStruct`s instead of arrays.
+
+    **Returns:**
+
+    A `Plan`: print it, `plan.plot()`, or pass it on as `fit(..., plan=plan)`.
+
+    **Raises:**
+
+    `InputError` where an argument cannot work, `DoesNotFit` where even one example per
+    pass is over the limit, `CannotTell` where the backend gives no figures.
+
+    !!! Example
+
+        ```python
+        plan = eqaccum.plan(model, (x, y), global_batch=4096, memory_limit="40GiB")
+        print(plan)
+        ```
+    """
+    source = open_source(data, in_axes=in_axes, example_weights=example_weights)
+    known = {name: options[name] for name in _STEP_OPTIONS if name in options}
+    unknown = set(options) - set(_STEP_OPTIONS) - set(_IGNORED_BY_PLAN)
+    if unknown:
+        raise _errors.unknown_argument("plan", sorted(unknown))
+    prepared = prepare_loss(
+        loss,
+        model,
+        state,
+        source,
+        compute_dtype=known.get("compute_dtype"),
+        axis_name=known.get("axis_name", "batch"),
+    )
+    if optimizer is None:
+        optimizer = optax.adamw(1e-3)
+    elif not isinstance(optimizer, optax.GradientTransformation):
+        optimizer = _asked_for(optimizer)
+    step = make_step(
+        prepared.fn,
+        optimizer,
+        global_batch=rows_per_step(global_batch, source),
+        in_axes=in_axes,
+        **known,
+    )
+    step.describe(model, state)
+    return step.prepare(source.layout).plan
+
+
+def prepare_loss(
+    loss: Callable | None,
+    model: PyTree,
+    state: Any,
+    source: Source,
+    *,
+    compute_dtype: Any,
+    axis_name: str,
+) -> DefaultLoss:
+    """The loss given, or the default one with its labels checked where they can be."""
+    if loss is not None:
+        return DefaultLoss(loss, _errors.name_of(loss), None)
+    check_compute_dtype(compute_dtype)
+    layout = source.layout
+    example = layout.unflatten(layout.row_structs, layout.whole_structs)
+    return choose_default_loss(
+        model,
+        state,
+        example,
+        axis_names=(DATA, axis_name),
+        compute_dtype=compute_dtype,
+    )
+
+
+def rows_per_step(global_batch: Any, source: Source) -> Any:
+    """The global batch, or all rows where the data have fewer."""
+    if source.rows is None or not isinstance(global_batch, int | np.integer):
+        return global_batch
+    return min(int(global_batch), source.rows) if global_batch > 0 else global_batch
+
+
+def _asked_for(optimizer: Any) -> optax.GradientTransformation:
+    """A function of the total number of steps, asked for some number of them."""
+    if not callable(optimizer):
+        raise _errors.not_an_optimizer(optimizer)
+    made = optimizer(1000)  # the plan does not depend on a schedule's length
+    if not isinstance(made, optax.GradientTransformation):
+        raise _errors.not_an_optimizer(made)
+    return made

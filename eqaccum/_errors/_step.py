@@ -1,0 +1,183 @@
+"""Messages about the step: its arguments, the optimizer, failures while it runs."""
+
+from typing import Any
+
+from ._exceptions import InputError, NonFiniteError, StepError
+
+
+def not_an_optimizer(optimizer: Any) -> InputError:
+    return InputError(
+        f"optimizer={optimizer!r} is a {type(optimizer).__name__}; expected an Optax "
+        "gradient transformation such as optax.adamw(1e-3), or in fit a function of the "
+        "total number of steps that returns one."
+    )
+
+
+def optimizer_refused(name: str, reason: str) -> InputError:
+    return InputError(f"the optimizer holds {name}, which cannot work here: {reason}.")
+
+
+def optimizer_needs_more(error: Exception) -> InputError:
+    return InputError(
+        "the optimizer's update needs more than (updates, state, params, value), as "
+        "optax.lbfgs and other line searches do; eqaccum evaluates the loss once per "
+        f"step and cannot give it. Use a first-order optimizer. Optax said: {error}"
+    )
+
+
+def optimizer_structure(name: str) -> InputError:
+    return InputError(
+        f"the optimizer's update returned {name} of another structure than it was "
+        "given. A transformation must keep its structure."
+    )
+
+
+def optimizer_leaf(name: str, path: str, was: Any, now: Any) -> InputError:
+    return InputError(
+        f"the optimizer's update turned the {name}'s leaf {path or '(the only one)'} "
+        f"from {was.dtype}{was.shape} into {now.dtype}{now.shape}, so its second step "
+        "could not run. Use an optimizer that keeps dtypes, or float32 parameters with "
+        "compute_dtype=."
+    )
+
+
+def optimizer_of_steps() -> InputError:
+    return InputError(
+        "optimizer= is a function of the total number of steps, which make_step and "
+        "plan do not know. Pass the optimizer itself."
+    )
+
+
+def bad_global_batch(value: Any) -> InputError:
+    return InputError(
+        f"global_batch={value!r} ({type(value).__name__}); expected a positive int, the "
+        "examples of one optimizer update over all devices together."
+    )
+
+
+def bad_choice(name: str, value: Any, choices: tuple[str, ...]) -> InputError:
+    return InputError(
+        f"{name}={value!r}; expected one of {', '.join(map(repr, choices))}."
+    )
+
+
+def bad_compute_dtype(value: Any) -> InputError:
+    return InputError(
+        f"compute_dtype={value!r}; expected a floating dtype such as jnp.bfloat16."
+    )
+
+
+def penalty_value(shape: Any, dtype: Any) -> InputError:
+    return InputError(
+        f"the penalty returned {dtype}{shape}; expected a float scalar, a function of "
+        "the model alone."
+    )
+
+
+def not_callable(name: str, value: Any) -> InputError:
+    return InputError(
+        f"{name}={value!r} is a {type(value).__name__}; expected a function of the model."
+    )
+
+
+def batch_too_large(rows: int, global_batch: int) -> InputError:
+    return InputError(
+        f"the batch has {rows:,} rows, global_batch is {global_batch:,}. Pass at most "
+        "global_batch rows to each step."
+    )
+
+
+def consumed() -> InputError:
+    return InputError(
+        "this TrainState was consumed by an earlier step (its arrays were given back to "
+        "the device). Use the newest one: train, metrics = step(train, batch)."
+    )
+
+
+def foreign_train_state() -> InputError:
+    return InputError(
+        "this TrainState was not made for this step: its model, state or optimizer has "
+        "another structure. Use train = step.init(model, key)."
+    )
+
+
+def inside_jit() -> InputError:
+    return InputError(
+        "step(train, batch) was called inside jax.jit or another transformation; it "
+        "runs compiled programs of its own and waits for them. Call it outside; inside "
+        "use eqaccum.value_and_grad."
+    )
+
+
+def plan_mismatch(what: str, planned: Any, got: Any) -> InputError:
+    return InputError(
+        f"plan= was made for {what} {planned}, this run has {got}. Make a plan for this "
+        "run, or leave plan= out."
+    )
+
+
+def non_finite(step: int, what: str, rows: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"step {step}: {what}{rows}. Nothing was updated. Look at those rows, lower the "
+        'learning rate, or pass nonfinite="skip" to leave such batches out.'
+    )
+
+
+def no_weight(step: int) -> NonFiniteError:
+    return NonFiniteError(
+        f"step {step}: the weights of the global batch add up to 0, so there is no mean "
+        "to take. Nothing was updated. Check example_weights and the Mean's weight, or "
+        'pass nonfinite="skip" to leave such batches out.'
+    )
+
+
+def too_many_skips(count: int) -> NonFiniteError:
+    return NonFiniteError(
+        f"{count} steps in a row were skipped because loss or gradient was not finite. "
+        "The model itself has probably diverged: start from an earlier state with a "
+        "lower learning rate."
+    )
+
+
+def out_of_memory(where: str, plan: str, error: BaseException) -> StepError:
+    first = str(error).splitlines()[0] if str(error) else repr(error)
+    return StepError(
+        f"the device ran out of memory in {where} ({plan}). What was trained is in the "
+        "error's .result. Free memory on the device, or pass a smaller memory_limit= or "
+        f"microbatch=. The device said: {first}"
+    )
+
+
+def device_failed(where: str, error: BaseException) -> StepError:
+    first = str(error).splitlines()[0] if str(error) else repr(error)
+    return StepError(
+        f"the device failed in {where}: {first}. What was trained is in the error's "
+        ".result."
+    )
+
+
+def unknown_argument(door: str, names: list[str]) -> InputError:
+    return InputError(
+        f"{door} got unknown arguments: {', '.join(names)}. Expected those of fit; see "
+        "help(eqaccum.fit)."
+    )
+
+
+def bad_count(name: str, value: Any) -> InputError:
+    return InputError(
+        f"{name}={value!r} ({type(value).__name__}); expected a positive int, or None."
+    )
+
+
+def cannot_shuffle(description: str) -> InputError:
+    return InputError(
+        f"shuffle=True, but {description} cannot be indexed by row. Shuffle in the "
+        "iterable itself, or pass arrays or a data set with __len__ and __getitem__."
+    )
+
+
+def total_unknown() -> InputError:
+    return InputError(
+        "optimizer= is a function of the total number of steps, and the number of rows "
+        "of an iterable is not known. Pass steps=."
+    )

@@ -1,0 +1,89 @@
+"""What every step measured, as numpy arrays by name."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._types import Metrics
+
+# Device scalars are read in blocks: a transfer for each would be a wait for each.
+_BLOCK = 256
+
+
+class History(Mapping[str, np.ndarray]):
+    """One entry per batch under each name, the auxiliary scalars' names included.
+
+    Names: `loss`, `penalty`, `grad_norm`, `weight`, `examples`, `skipped`, `seconds`
+    (from one step's wait to the next), `step` (updates completed), `epoch`.
+
+    !!! Example
+
+        ```python
+        result = eqaccum.fit(model, (x, y), global_batch=4096)
+        result.history["loss"][-1]
+        ```
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[str, list[Any]] = {}
+        self._waiting: list[dict[str, Any]] = []
+
+    def add(self, metrics: Metrics, **more: Any) -> None:
+        entry = {
+            "loss": metrics.loss,
+            "penalty": metrics.penalty,
+            "grad_norm": metrics.grad_norm,
+            "weight": metrics.weight,
+            "examples": metrics.examples,
+            "skipped": metrics.skipped,
+            **more,
+        }
+        for name, value in _scalars(metrics.aux):
+            entry[f"aux.{name}" if name in entry else name] = value
+        self._waiting.append(entry)
+        if len(self._waiting) >= _BLOCK:
+            self._flush()
+
+    def last(self, name: str) -> float:
+        """The newest value of a name."""
+        if self._waiting:
+            return float(self._waiting[-1][name])
+        return float(self._read[name][-1])
+
+    def _flush(self) -> None:
+        for entry in jax.device_get(self._waiting):
+            for name, value in entry.items():
+                self._read.setdefault(name, []).append(value)
+        self._waiting = []
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        self._flush()
+        return np.asarray(self._read[name])
+
+    def __iter__(self) -> Iterator[str]:
+        self._flush()
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        self._flush()
+        return len(self._read)
+
+    def __repr__(self) -> str:
+        names = ", ".join(self)
+        entries = len(self["loss"]) if names else 0
+        return f"History({entries} batches: {names})"
+
+
+def _scalars(aux: Any) -> Iterator[tuple[str, Any]]:
+    for path, value in jax.tree_util.tree_leaves_with_path(aux):
+        if np.ndim(value) == 0:
+            yield ".".join(str(_part(part)) for part in path) or "aux", value
+
+
+def _part(part: Any) -> Any:
+    for name in ("key", "name", "idx"):
+        if hasattr(part, name):
+            return getattr(part, name)
+    return part

@@ -1,0 +1,120 @@
+"""The one seam that compiles: what is measured here is what runs."""
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .._mesh import Placement
+from .._plan import is_out_of_memory, program_bytes
+
+# Compiled programs of the last steps: a second `fit` of the same step finds its own.
+_KEPT = 6
+_programs: "OrderedDict[str, Program]" = OrderedDict()
+
+
+class CompileOutOfMemory(Exception):
+    """The compiler itself ran out of memory: the size does not fit."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program and what the compiler says it needs, per device."""
+
+    name: str
+    key: str
+    compiled: Callable
+    bytes: int | None
+    seconds: float
+
+    def __call__(self, *args: Any) -> Any:
+        return self.compiled(*args)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program that is not compiled yet, known by its text."""
+
+    name: str
+    key: str
+    lowered: Any
+    placement: Placement
+    options: Mapping[str, Any] | None
+
+    def compile(self) -> Program:
+        """The compiled program, taken from the last ones where the text is the same.
+
+        **Raises:**
+
+        `CompileOutOfMemory` where the compiler says so; any other exception as it is.
+        """
+        if self.key in _programs:
+            _programs.move_to_end(self.key)
+            return _programs[self.key]
+        start = time.perf_counter()
+        options = dict(self.options) if self.options else None
+        try:
+            compiled = self.lowered.compile(compiler_options=options)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise CompileOutOfMemory(str(error)) from error
+            raise
+        return Program(
+            self.name,
+            self.key,
+            compiled,
+            program_bytes(_analysis(compiled), backend=self.placement.backend),
+            time.perf_counter() - start,
+        )
+
+    @property
+    def kept(self) -> bool:
+        return self.key in _programs
+
+
+def keep(program: Program) -> None:
+    """Holds on to a program that runs; probes that do not are let go."""
+    _programs[program.key] = program
+    _programs.move_to_end(program.key)
+    while len(_programs) > _KEPT:
+        _programs.popitem(last=False)
+
+
+def forget() -> None:
+    """Lets go of all kept programs (and so of the device memory that they hold)."""
+    _programs.clear()
+
+
+def lower(
+    name: str,
+    fn: Callable,
+    args: tuple[Any, ...],
+    *,
+    placement: Placement,
+    donate: tuple[int, ...] = (),
+    options: Mapping[str, Any] | None = None,
+) -> Lowered:
+    """Traces and lowers `fn` on structs; arguments that are not used stay arguments."""
+    jitted = jax.jit(fn, donate_argnums=donate, keep_unused=True)
+    lowered = jitted.lower(*args)
+    parts = (
+        lowered.as_text(),
+        repr(jax.tree.structure(args)),
+        repr(lowered.out_tree),
+        repr([str(device) for device in placement.devices]),
+        repr(sorted((options or {}).items())),
+    )
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return Lowered(name, f"{name}-{digest}", lowered, placement, options)
+
+
+def _analysis(compiled: Any) -> Any:
+    """What the backend tells; a backend that cannot is a normal case."""
+    try:
+        return compiled.memory_analysis()
+    except (NotImplementedError, jax.errors.JaxRuntimeError):
+        return None

@@ -1,0 +1,104 @@
+"""The user's Optax transformation: checked, initialised, applied once per step."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, PyTree
+
+from .. import _errors
+from .._tree import Partition, partition, struct
+
+# Recognised by their state, wherever in a chain they hide.
+_REFUSED = {
+    "MultiStepsState": (
+        "optax.MultiSteps",
+        "eqaccum accumulates already: pass the inner optimizer",
+    ),
+    "DifferentiallyPrivateAggregateState": (
+        "optax.contrib.differentially_private_aggregate",
+        "it needs the gradient of each example, which accumulation adds up",
+    ),
+}
+
+
+def check_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
+    """The transformation in the form that takes `value=`.
+
+    **Raises:**
+
+    `InputError` for anything that is not an Optax gradient transformation, and for
+    `optax.MultiSteps`.
+    """
+    if isinstance(optimizer, optax.MultiSteps):
+        raise _errors.optimizer_refused(*_REFUSED["MultiStepsState"])
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise _errors.not_an_optimizer(optimizer)
+    return optax.with_extra_args_support(optimizer)
+
+
+def opt_partition(
+    optimizer: optax.GradientTransformationExtraArgs, parameters: PyTree
+) -> tuple[Partition, list[jax.ShapeDtypeStruct]]:
+    """The optimizer state's partition and its leaves' structs, from structs alone."""
+    state = jax.eval_shape(optimizer.init, parameters)
+    _refuse_by_state(state)
+    parts = partition(state)
+    structs = [struct(leaf) for leaf in parts.split(state).frozen]
+    _check_update(optimizer, state, parameters)
+    return parts, structs
+
+
+def apply(
+    optimizer: optax.GradientTransformationExtraArgs,
+    gradient: PyTree,
+    opt_state: PyTree,
+    parameters: PyTree,
+    value: Array,
+) -> tuple[PyTree, PyTree]:
+    """One update. Complex gradients are conjugated: Optax would ascend otherwise."""
+    descent = jax.tree.map(
+        lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, gradient
+    )
+    updates, opt_state = optimizer.update(descent, opt_state, parameters, value=value)
+    return optax.apply_updates(parameters, updates), opt_state
+
+
+def _check_update(optimizer: Any, state: PyTree, parameters: PyTree) -> None:
+    value = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def update(gradient: PyTree, state: PyTree, parameters: PyTree, value: Any) -> Any:
+        return apply(optimizer, gradient, state, parameters, value)
+
+    try:
+        new, new_state = jax.eval_shape(update, parameters, state, parameters, value)
+    except TypeError as error:
+        if "argument" in str(error):
+            raise _errors.optimizer_needs_more(error) from error
+        raise
+    for name, before, after in (
+        ("parameters", parameters, new),
+        ("optimizer state", state, new_state),
+    ):
+        _check_same(name, before, after)
+
+
+def _check_same(name: str, before: PyTree, after: PyTree) -> None:
+    old = jax.tree_util.tree_leaves_with_path(before)
+    new = jax.tree.leaves(after)
+    if len(old) != len(new):
+        raise _errors.optimizer_structure(name)
+    for (path, was), now in zip(old, new, strict=True):
+        if was.shape != now.shape or was.dtype != now.dtype:
+            raise _errors.optimizer_leaf(name, jax.tree_util.keystr(path), was, now)
+
+
+def _refuse_by_state(state: PyTree) -> None:
+    def visit(node: Any) -> bool:
+        reason = _REFUSED.get(type(node).__name__)
+        if reason is not None:
+            raise _errors.optimizer_refused(*reason)
+        return False
+
+    jax.tree.flatten(state, is_leaf=visit)

@@ -1,0 +1,313 @@
+"""Measures the programs of a step and chooses the passes: the programs that run."""
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _errors
+from .._accumulate import Cut, Pass, float32_products
+from .._plan import (
+    Found,
+    Limit,
+    Measurement,
+    Parts,
+    Plan,
+    conv_scratch,
+    pinned,
+    read_limit,
+    search,
+)
+from .._tree import nbytes
+from ._compile import CompileOutOfMemory, Lowered, Program, keep
+from ._programs import Builder
+
+# Bytes that programs were found to need, by their text: a second plan of the same step
+# in one process compiles only what runs.
+_measured: dict[str, int | None] = {}
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The compiled programs of a step for one layout, and what they were made from."""
+
+    plan: Plan
+    cut: Cut
+    traced: Pass
+    builder: Builder
+    accumulate: Program
+    weigh: Program | None
+    finish: Program
+    update: Program
+    tail: "Tail" = field(default_factory=lambda: Tail())
+
+
+@dataclass
+class Tail:
+    """The bounded programs for batches that leave passes empty, made when needed."""
+
+    accumulate: Program | None = None
+    weigh: Program | None = None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes on one device that do not depend on the number of passes."""
+
+    parameters: int
+    frozen: int
+    state: int
+    optimizer: int
+    accumulator: int
+    row: int  # one row of the batch
+
+
+class Planner:
+    """Lowers, measures and chooses; keeps what was compiled for the chosen passes."""
+
+    def __init__(self, builder: Builder, rows: int, *, own_bytes: int = 0) -> None:
+        self._builder = builder
+        self._rows = rows
+        self._own_bytes = own_bytes
+        self._traced: dict[int, Pass] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="eqaccum-compile")
+        self._others: dict[str, Future[Program]] = {}
+
+    def make(self) -> Ready:
+        """Plans, and returns the programs of the chosen number of passes."""
+        settings = self._builder.settings
+        limit = read_limit(
+            settings.memory_limit,
+            settings.placement.devices,
+            own_bytes=self._own_bytes,
+        )
+        try:
+            found = self._choose(limit)
+            ready = self._ready(found, limit)
+        finally:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        for program in (ready.accumulate, ready.weigh, ready.finish, ready.update):
+            if program is not None:
+                keep(program)
+        self._tell(ready)
+        return ready
+
+    def _choose(self, limit: Limit) -> Found:
+        settings = self._builder.settings
+        rows, devices = self._rows, settings.placement.size
+        if settings.plan is not None:
+            microbatch = settings.plan.microbatch
+        elif settings.microbatch == "largest":
+            return search(
+                self._measure,
+                rows=rows,
+                devices=devices,
+                limit=limit.bytes,
+                divisor=bool(self._batch_norms),
+            )
+        else:
+            microbatch = int(settings.microbatch)
+        return pinned(
+            self._measure,
+            rows=rows,
+            devices=devices,
+            microbatch=microbatch,
+            limit=limit,
+        )
+
+    # --- one measurement ----------------------------------------------------------
+
+    def _measure(self, num_microbatches: int) -> Measurement:
+        cut = self._builder.cut(num_microbatches, self._rows)
+        traced = self._builder.trace(cut)
+        self._traced[num_microbatches] = traced
+        lowered = self._builder.accumulate(traced, cut)
+        self._start_others(traced)
+        sizes = self._sizes(traced)
+        fixed = self._resident(sizes, cut)
+        if lowered.key in _measured and not lowered.kept:
+            need = self._with_others(_measured[lowered.key], traced, sizes, cut)
+            return Measurement(need, fixed, 0.0, "remembered", lowered)
+        try:
+            program = lowered.compile()
+        except CompileOutOfMemory:
+            return Measurement(
+                None, fixed, 0.0, "out of memory while compiling", fits=False
+            )
+        _measured[lowered.key] = program.bytes
+        need = self._with_others(program.bytes, traced, sizes, cut)
+        note = "remembered" if lowered.kept else "compiled"
+        seconds = 0.0 if lowered.kept else program.seconds
+        return Measurement(need, fixed, seconds, note, program)
+
+    def _start_others(self, traced: Pass) -> None:
+        """Finish and update compile in a thread while probes trace and compile."""
+        if self._others:
+            return
+        for lowered in (self._builder.finish(traced), self._builder.update(traced)):
+            self._others[lowered.name] = self._pool.submit(lowered.compile)
+
+    def _with_others(
+        self, accumulate: int | None, traced: Pass, sizes: Sizes, cut: Cut
+    ) -> int | None:
+        """The largest of the three programs with what is resident beside each."""
+        finish = self._others["finish"].result()
+        update = self._others["update"].result()
+        if accumulate is None or finish.bytes is None or update.bytes is None:
+            return None
+        rows = 2 * self._batch_bytes(sizes, cut)
+        model = sizes.parameters + sizes.frozen + sizes.state
+        read = _bytes_of(jax.tree.leaves(self._builder.penalty_arguments))
+        scratch = 0
+        if self._builder.settings.placement.backend == "cpu":
+            scratch = conv_scratch(traced.gradient.jaxpr)
+        return max(
+            accumulate + scratch + sizes.optimizer + rows // 2,
+            finish.bytes + sizes.optimizer + model - read + rows,
+            update.bytes + sizes.frozen + 2 * sizes.state + rows,
+        )
+
+    def _sizes(self, traced: Pass) -> Sizes:
+        skeleton = self._builder.skeleton
+        captured = [*traced.gradient.captured, *skeleton.loss_arrays]
+        penalty = self._builder.penalty
+        if penalty is not None:
+            captured += penalty.captured
+        whole = list(self._builder.layout.whole_structs)
+        row = sum(
+            math.prod(s.shape) * s.dtype.itemsize
+            for s in self._builder.layout.row_structs
+        )
+        return Sizes(
+            parameters=nbytes(skeleton.trainable),
+            frozen=nbytes(skeleton.frozen) + _bytes_of(captured) + nbytes(whole),
+            state=nbytes(skeleton.state_structs),
+            optimizer=nbytes(self._builder.opt_structs),
+            accumulator=nbytes(traced.gradient_structs),
+            row=row + 4,  # and its weight
+        )
+
+    def _batch_bytes(self, sizes: Sizes, cut: Cut) -> int:
+        return sizes.row * cut.capacity // cut.devices
+
+    def _resident(self, sizes: Sizes, cut: Cut) -> int:
+        batch = 2 * self._batch_bytes(sizes, cut)
+        return sum(self._parts(sizes, batch).named().values())
+
+    def _parts(self, sizes: Sizes, batch: int) -> Parts:
+        return Parts(
+            parameters=sizes.parameters,
+            frozen=sizes.frozen,
+            state=2 * sizes.state,
+            optimizer=sizes.optimizer,
+            accumulator=sizes.accumulator,
+            batch=batch,
+        )
+
+    # --- the chosen one -----------------------------------------------------------
+
+    def _ready(self, found: Found, limit: Limit) -> Ready:
+        k = found.num_microbatches
+        cut = self._builder.cut(k, self._rows)
+        traced = self._traced[k]
+        program = found.measurement.program
+        if isinstance(program, Lowered):
+            program = program.compile()
+        weigh = None
+        if traced.num_terms > 1:
+            weigh = self._builder.weigh(traced, cut).compile()
+        return Ready(
+            self._plan(found, limit, cut, traced),
+            cut,
+            traced,
+            self._builder,
+            program,
+            weigh,
+            self._others["finish"].result(),
+            self._others["update"].result(),
+        )
+
+    def _plan(self, found: Found, limit: Limit, cut: Cut, traced: Pass) -> Plan:
+        settings = self._builder.settings
+        sizes = self._sizes(traced)
+        parts = self._parts(sizes, 2 * self._batch_bytes(sizes, cut))
+        need = found.measurement.bytes
+        backend = settings.placement.backend
+        device = settings.placement.devices[0].device_kind
+        return Plan(
+            global_batch=self._rows,
+            devices=cut.devices,
+            num_microbatches=cut.num_microbatches,
+            microbatch=cut.microbatch,
+            predicted_bytes=need,
+            limit_bytes=limit.bytes,
+            limit_source=limit.source,
+            parts=parts if need is None else parts.with_total(need),
+            probes=found.probes,
+            source=(
+                f"memory_analysis() of the compiled programs on {backend} ({device}); "
+                "another backend needs a plan of its own"
+            ),
+            notes=tuple(self._notes(traced, cut)),
+        )
+
+    @property
+    def _batch_norms(self) -> list[str]:
+        return self._builder.batch_norms
+
+    def _notes(self, traced: Pass, cut: Cut) -> list[str]:
+        notes = []
+        if self._batch_norms and cut.num_microbatches > 1:
+            notes.append(
+                f"BatchNorm ({', '.join(self._batch_norms)}) sees microbatches of "
+                f"{cut.microbatch} rows and moves its statistics "
+                f"{cut.num_microbatches} times per step: not the whole batch's "
+                "statistics. eqx.nn.GroupNorm or LayerNorm do not depend on the batch; "
+                "microbatch= pins the size"
+            )
+        for left in traced.left:
+            notes.append(
+                f"an array of {left.nbytes:,} bytes could not be made an argument "
+                f"({left.description}); it is part of the program"
+            )
+        dtype = self._builder.settings.compute_dtype
+        if dtype is not None:
+            wide = float32_products(traced, jnp.dtype(dtype))
+            if wide:
+                notes.append(
+                    f"{len(wide)} products ({', '.join(sorted(set(wide)))}) are not in "
+                    f"{jnp.dtype(dtype)}: a wider input promotes them. Cast the inputs "
+                    "in the loss"
+                )
+        return notes
+
+    def _tell(self, ready: Ready) -> None:
+        for note in ready.plan.notes:
+            _errors.warn(note)
+
+
+def _bytes_of(arrays: Sequence[Any]) -> int:
+    return sum(
+        int(np.prod(np.shape(a))) * jax.dtypes.canonicalize_dtype(a.dtype).itemsize
+        for a in arrays
+    )
+
+
+def tail_programs(ready: Ready) -> Tail:
+    """The programs for a batch that leaves passes empty, compiled when first needed."""
+    tail = ready.tail
+    if tail.accumulate is None:
+        lowered = ready.builder.accumulate(ready.traced, ready.cut, bounded=True)
+        tail.accumulate = lowered.compile()
+        keep(tail.accumulate)
+        if ready.weigh is not None:
+            tail.weigh = ready.builder.weigh(
+                ready.traced, ready.cut, bounded=True
+            ).compile()
+            keep(tail.weigh)
+    return tail

@@ -1,0 +1,528 @@
+"""The three programs of a step, lowered: accumulate, finish and update.
+
+Each takes and returns flat lists of leaves, which keeps the call on JAX's C++ path.
+What the device holds beside a program's own arguments is counted where it is planned.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float
+
+from .. import _errors
+from .._accumulate import (
+    Arguments,
+    Batch,
+    Cut,
+    LossSpec,
+    Options,
+    Pass,
+    PassInputs,
+    PassOutputs,
+    accumulate,
+    finish_aux,
+    hoist,
+    trace_pass,
+    weigh,
+)
+from .._data import Layout
+from .._mesh import DATA
+from .._tree import Partition, struct
+from . import _optimizer
+from ._compile import Lowered, lower
+from ._settings import Settings, Skeleton, axis_environment
+
+_WHOLE = PartitionSpec()
+_BY_ROWS = PartitionSpec(None, DATA)
+
+
+class Scalars(eqx.Module):
+    """What finish tells of a step, as device scalars."""
+
+    loss: Any
+    penalty: Any
+    grad_norm: Any
+    weight: Any
+    ok: Any
+    aux: list[Any]
+
+
+class Finished(eqx.Module):
+    """The finished gradient, the state after the step, and what was measured."""
+
+    gradient: list[Any]
+    state: list[Any]
+    scalars: Scalars
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Lowers the programs of one step for one layout of the batch."""
+
+    settings: Settings
+    skeleton: Skeleton
+    layout: Layout
+    optimizer: Any
+    opt_partition: Partition
+    opt_structs: list[jax.ShapeDtypeStruct]
+    batch_norms: list[str]  # names of the model's BatchNorm layers
+
+    def cut(self, num_microbatches: int, rows: int) -> Cut:
+        devices = self.settings.placement.size
+        n = -(-rows // (devices * num_microbatches))
+        return Cut(num_microbatches, n, devices, DATA)
+
+    def trace(self, cut: Cut) -> Pass:
+        """The pass of one microbatch; the user's loss runs under trace here."""
+        settings, skeleton = self.settings, self.skeleton
+        spec = LossSpec(
+            model=skeleton.model,
+            loss=skeleton.loss,
+            state=skeleton.state,
+            unflatten=self.layout.unflatten,
+            options=Options(settings.has_aux, settings.axis_name),
+            compute_dtype=settings.compute_dtype,
+        )
+        n = cut.microbatch
+        key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+        inputs = PassInputs(
+            self.arguments,
+            skeleton.state_structs,
+            [
+                jax.ShapeDtypeStruct((n, *s.shape), s.dtype)
+                for s in self.layout.row_structs
+            ],
+            jax.ShapeDtypeStruct((n,), jnp.float32),
+            jax.ShapeDtypeStruct((n,), jnp.int32),
+            key,
+            key,
+            [],
+        )
+        return trace_pass(
+            spec,
+            settings.loss,
+            inputs,
+            axis_env=axis_environment(settings.placement),
+            rewrite_convolutions=(
+                settings.placement.backend == "cpu" and cut.num_microbatches > 1
+            ),
+        )
+
+    @property
+    def arguments(self) -> Arguments:
+        skeleton = self.skeleton
+        return Arguments(
+            skeleton.trainable,
+            skeleton.frozen,
+            skeleton.loss_structs,
+            list(self.layout.whole_structs),
+        )
+
+    # --- accumulate and weigh -----------------------------------------------------
+
+    def batch_structs(self, cut: Cut, *, bounded: bool) -> Batch:
+        slots = (cut.num_microbatches, cut.devices * cut.microbatch)
+        return Batch(
+            [
+                jax.ShapeDtypeStruct((*slots, *s.shape), s.dtype)
+                for s in self.layout.row_structs
+            ],
+            jax.ShapeDtypeStruct(slots, jnp.float32),
+            jax.ShapeDtypeStruct((2,), jnp.uint32),
+            jax.ShapeDtypeStruct((), jnp.int32),
+            jax.ShapeDtypeStruct((), jnp.int32) if bounded else None,
+        )
+
+    def accumulate(self, pass_: Pass, cut: Cut, *, bounded: bool = False) -> Lowered:
+        """(captured, arguments, state, batch, ratios, accumulator) -> sums."""
+
+        def program(
+            captured: list[Array],
+            arguments: Arguments,
+            state: list[Array],
+            batch: Batch,
+            ratios: list[Array],
+            accumulator: list[Array],
+        ) -> tuple[list[Array], PassOutputs]:
+            del accumulator  # donated: the sums are written into it
+            sums = accumulate(
+                pass_,
+                cut,
+                captured=captured,
+                arguments=arguments,
+                state=state,
+                batch=batch,
+                ratios=ratios,
+            )
+            return sums.gradients, sums.outputs
+
+        batch = self.batch_structs(cut, bounded=bounded)
+        outputs = PassOutputs(_WHOLE, _WHOLE, _WHOLE, _WHOLE, _BY_ROWS)
+        mapped = self._mapped(program, batch, more=2, out=(_WHOLE, outputs))
+        args = self._placed(
+            (
+                structs(pass_.gradient.captured),
+                self.arguments,
+                self.skeleton.state_structs,
+                batch,
+                self.ratios(pass_),
+                pass_.gradient_structs,
+            ),
+            mapped.specs,
+        )
+        return self._lower("accumulate", mapped.fn, args, donate=(5,))
+
+    def weigh(self, pass_: Pass, cut: Cut, *, bounded: bool = False) -> Lowered:
+        """(captured, arguments, state, batch) -> each `Mean`'s ratio to the first."""
+
+        def program(
+            captured: list[Array],
+            arguments: Arguments,
+            state: list[Array],
+            batch: Batch,
+        ) -> list[Array]:
+            weights = weigh(
+                pass_,
+                cut,
+                captured=captured,
+                arguments=arguments,
+                state=state,
+                batch=batch,
+            )
+            first, *rest = _reduced(weights)
+            out = [jnp.ones_like(first), *(_ratio(first, other) for other in rest)]
+            totals = pass_.outputs.totals
+            return [r.astype(t.dtype) for r, t in zip(out, totals, strict=True)]
+
+        batch = self.batch_structs(cut, bounded=bounded)
+        mapped = self._mapped(program, batch, more=0, out=_WHOLE)
+        args = self._placed(
+            (
+                structs(pass_.gradient.captured),
+                self.arguments,
+                self.skeleton.state_structs,
+                batch,
+            ),
+            mapped.specs,
+        )
+        return self._lower("weigh", mapped.fn, args)
+
+    def ratios(self, pass_: Pass) -> list[jax.ShapeDtypeStruct]:
+        return list(pass_.outputs.totals) if pass_.num_terms > 1 else []
+
+    # --- finish -------------------------------------------------------------------
+
+    def finish(self, pass_: Pass) -> Lowered:
+        """(captured, parameters, sums to become the gradient, others, ...) -> finished.
+
+        `captured` are the arrays that the penalty captured, `parameters` those that it
+        reads (none without a penalty).
+        """
+        penalty = self.penalty
+        same = self.reusable(pass_)
+
+        def program(
+            captured: list[Array],
+            parameters: Arguments,
+            reused: list[Array],
+            kept: list[Array],
+            outputs: PassOutputs,
+            ratios: list[Array],
+        ) -> Finished:
+            sums = _interleaved(same, reused, kept)
+            extra = penalty and penalty(captured, parameters)
+            return _finish(self, pass_, extra, sums, outputs, ratios)
+
+        sums = pass_.gradient_structs
+        arguments = self.penalty_arguments
+        out = eqx.tree_at(lambda o: o.aux_rows, pass_.outputs, [])
+        if self.settings.placement.size == 1:  # the state goes on as it is
+            out = eqx.tree_at(lambda o: o.state, out, [])
+        args = (
+            structs(penalty.captured) if penalty is not None else [],
+            arguments,
+            [s for s, reuse in zip(sums, same, strict=True) if reuse],
+            [s for s, reuse in zip(sums, same, strict=True) if not reuse],
+            out,
+            self.ratios(pass_),
+        )
+        mapped = jax.shard_map(
+            program,
+            mesh=self.settings.placement.mesh,
+            in_specs=(_WHOLE,) * 6,
+            out_specs=_WHOLE,
+            check_vma=False,
+        )
+        placed = self._placed(args, (_WHOLE,) * 6)
+        return self._lower("finish", mapped, placed, donate=(2,))
+
+    def reusable(self, pass_: Pass) -> list[bool]:
+        """Which sums have the parameter's dtype and so can become the gradient."""
+        return [
+            parameter.dtype == total.dtype
+            for parameter, total in zip(
+                self.skeleton.trainable, pass_.gradient_structs, strict=True
+            )
+        ]
+
+    @property
+    def penalty_arguments(self) -> Arguments:
+        """What finish reads of the model: nothing without a penalty."""
+        if self.penalty is None:
+            return Arguments([], [], [], [])
+        return eqx.tree_at(lambda a: (a.loss, a.whole), self.arguments, ([], []))
+
+    @functools.cached_property
+    def penalty(self) -> "Penalty | None":
+        """The penalty's value and gradient, traced once; None where there is none."""
+        fn = self.settings.penalty
+        if fn is None:
+            return None
+
+        def value(trainable: list[Array], frozen: list[Array]) -> Float[Array, ""]:
+            out = jnp.asarray(fn(self.skeleton.model.join(trainable, frozen)))
+            if out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):
+                raise _errors.penalty_value(out.shape, out.dtype)
+            return out
+
+        closed = jax.make_jaxpr(
+            jax.value_and_grad(value),
+            axis_env=axis_environment(self.settings.placement),
+        )(self.skeleton.trainable, self.skeleton.frozen)
+        hoisted = hoist(closed)
+        return Penalty(hoisted.jaxpr, hoisted.consts)
+
+    def loss_dtype(self, pass_: Pass) -> Any:
+        return jnp.result_type(*[s.dtype for s in pass_.outputs.totals])
+
+    # --- update -------------------------------------------------------------------
+
+    def update(self, pass_: Pass) -> Lowered:
+        """(trainable, optimizer state, gradient, loss, penalty) -> the first two."""
+        model, opt = self.skeleton.model, self.opt_partition
+
+        def program(
+            trainable: list[Array],
+            opt_leaves: list[Array],
+            gradient: list[Array],
+            loss: Array,
+            penalty: Array,
+        ) -> tuple[list[Array], list[Array]]:
+            parameters, state = _optimizer.apply(
+                self.optimizer,
+                model.filtered(gradient),
+                opt.join([], opt_leaves),
+                model.filtered(trainable),
+                loss + penalty,
+            )
+            return jax.tree.leaves(parameters), opt.split(state).frozen
+
+        trainable = self.skeleton.trainable
+        scalar = jax.ShapeDtypeStruct((), self.loss_dtype(pass_))
+        args = (trainable, self.opt_structs, trainable, scalar, scalar)
+        placed = self._placed(args, (_WHOLE,) * 5)
+        return self._lower("update", program, placed, donate=(0, 1))
+
+    def init(self) -> Lowered:
+        """trainable -> the optimizer's state."""
+
+        def program(trainable: list[Array]) -> list[Array]:
+            state = self.optimizer.init(self.skeleton.model.filtered(trainable))
+            return [jnp.asarray(x) for x in self.opt_partition.split(state).frozen]
+
+        args = self._placed((self.skeleton.trainable,), (_WHOLE,))
+        return self._lower("init", program, args)
+
+    # --- seam ---------------------------------------------------------------------
+
+    def _mapped(self, program: Any, batch: Batch, *, more: int, out: Any) -> "_Mapped":
+        rows = Batch(
+            [_BY_ROWS] * len(batch.rows),
+            _BY_ROWS,
+            _WHOLE,
+            _WHOLE,
+            None if batch.bound is None else _WHOLE,
+        )
+        specs = (_WHOLE, _WHOLE, _WHOLE, rows, *(_WHOLE,) * more)
+        fn = jax.shard_map(
+            program,
+            mesh=self.settings.placement.mesh,
+            in_specs=specs,
+            out_specs=out,
+            check_vma=False,
+        )
+        return _Mapped(fn, specs)
+
+    def _placed(self, args: tuple[Any, ...], specs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The structs with the shardings that the arrays will have."""
+        mesh = self.settings.placement.mesh
+
+        def place(spec: PartitionSpec, tree: Any) -> Any:
+            sharding = jax.sharding.NamedSharding(mesh, spec)
+            return jax.tree.map(
+                lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+                tree,
+            )
+
+        return jax.tree.map(
+            place, specs, args, is_leaf=lambda x: isinstance(x, PartitionSpec)
+        )
+
+    def _lower(
+        self, name: str, fn: Any, args: tuple[Any, ...], *, donate: tuple[int, ...] = ()
+    ) -> Lowered:
+        return lower(
+            name,
+            fn,
+            args,
+            placement=self.settings.placement,
+            donate=donate,
+            options=self.settings.compiler_options,
+        )
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    fn: Any
+    specs: tuple[Any, ...]
+
+
+class Counted(eqx.Module):
+    """What the penalty adds, once per step: its value and its gradient."""
+
+    value: Any
+    gradient: list[Any]
+
+
+@dataclass(frozen=True)
+class Penalty:
+    jaxpr: Any
+    captured: tuple[Any, ...]
+
+    def __call__(self, captured: list[Array], parameters: Arguments) -> Counted:
+        flat = [*captured, *parameters.trainable, *parameters.frozen]
+        value, *gradient = jax.core.eval_jaxpr(
+            self.jaxpr.jaxpr, self.jaxpr.consts, *flat
+        )
+        return Counted(value, gradient)
+
+
+def _finish(
+    builder: Builder,
+    pass_: Pass,
+    penalty: Counted | None,
+    sums: list[Array],
+    outputs: PassOutputs,
+    ratios: list[Array],
+) -> Finished:
+    """One reduction, one division, the penalty, the norm, and whether all is finite."""
+    reduced = _reduced((sums, outputs.totals, outputs.weights, outputs.aux_sums))
+    sums, totals, weights, aux_sums = reduced
+    weight = weights[0]
+    factors = ratios or [jnp.ones_like(totals[0])]
+    scaled = [t * f for t, f in zip(totals, factors, strict=True)]
+    loss = _common_sum(scaled) / weight.astype(_common(scaled))
+    penalty = penalty or Counted(jnp.zeros_like(loss), [None] * len(sums))
+    value = penalty.value.astype(loss.dtype)
+    gradient = [
+        _divided(total, weight, more, struct.dtype)
+        for total, more, struct in zip(
+            sums, penalty.gradient, builder.skeleton.trainable, strict=True
+        )
+    ]
+    norm = _norm(gradient)
+    positive = jnp.all(jnp.stack([w > 0 for w in weights]))
+    ok = positive & jnp.isfinite(loss) & jnp.isfinite(value) & _finite(norm, gradient)
+    scalars = Scalars(
+        loss,
+        value,
+        norm,
+        weight,
+        ok,
+        finish_aux(pass_.aux_spec, aux_sums, weight),
+    )
+    return Finished(gradient, _averaged(outputs.state), scalars)
+
+
+def _divided(total: Array, weight: Array, extra: Array | None, dtype: Any) -> Array:
+    mean = total / weight.astype(jnp.finfo(total.dtype).dtype)
+    if extra is not None:
+        mean = mean + extra.astype(mean.dtype)
+    return mean.astype(dtype)
+
+
+def _norm(gradient: list[Array]) -> Float[Array, ""]:
+    squares = [
+        jnp.sum(jnp.real(g * jnp.conj(g)), dtype=_real(g))
+        if jnp.iscomplexobj(g)
+        else jnp.sum(jnp.square(g.astype(_real(g))))
+        for g in gradient
+    ]
+    return jnp.sqrt(_common_sum(squares))
+
+
+def _real(g: Array) -> Any:
+    """The dtype in which the squares of a leaf are added up."""
+    return jnp.promote_types(jnp.finfo(g.dtype).dtype, jnp.float32)
+
+
+def _finite(norm: Array, gradient: list[Array]) -> Bool[Array, ""]:
+    """Whether the gradient is finite; its norm overflows before its leaves do."""
+
+    def by_leaf() -> Array:
+        return jnp.all(jnp.stack([jnp.isfinite(jnp.max(jnp.abs(g))) for g in gradient]))
+
+    return jax.lax.cond(jnp.isfinite(norm), lambda: jnp.array(True), by_leaf)
+
+
+def _common(values: list[Array]) -> Any:
+    return jnp.result_type(*[v.dtype for v in values])
+
+
+def _common_sum(values: list[Array]) -> Array:
+    dtype = _common(values)
+    total = values[0].astype(dtype)
+    for value in values[1:]:
+        total = total + value.astype(dtype)
+    return total
+
+
+def _ratio(first: Array, other: Array) -> Array:
+    """`first / other`; a term whose weight is 0 has no mean, which finish reports."""
+    safe = jnp.where(other > 0, other, jnp.ones_like(other))
+    ratio = first / safe.astype(first.dtype)
+    return jnp.where(other > 0, ratio, jnp.zeros_like(ratio))
+
+
+def _reduced(tree: Any) -> Any:
+    """The sum over devices."""
+    return jax.tree.map(lambda x: jax.lax.psum(x, DATA), tree)
+
+
+def _averaged(state: list[Array]) -> list[Array]:
+    """Floating state is averaged over the devices; other leaves are device 0's."""
+
+    def average(x: Array) -> Array:
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return jax.lax.pmean(x, DATA)
+        first = jax.lax.axis_index(DATA) == 0
+        return jax.lax.psum(jnp.where(first, x, jnp.zeros_like(x)), DATA).astype(
+            x.dtype
+        )
+
+    return [average(x) for x in state]
+
+
+def _interleaved(same: list[bool], reused: list[Any], kept: list[Any]) -> list[Any]:
+    one, other = iter(reused), iter(kept)
+    return [next(one) if reuse else next(other) for reuse in same]
+
+
+def structs(arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    return [struct(a) for a in arrays]

@@ -1,0 +1,156 @@
+"""A step's settings, checked before anything is computed."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _errors
+from .._accumulate import check_arguments
+from .._mesh import DATA, Placement
+from .._plan import Plan, parse_bytes
+from .._tree import Partition, Role, is_array, partition, struct
+
+Nonfinite = Literal["raise", "skip", "ignore"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `make_step` was asked for. Fields are as in `make_step`."""
+
+    loss: Callable
+    optimizer: Any
+    global_batch: int
+    placement: Placement
+    in_axes: Any = 0
+    has_aux: bool = False
+    penalty: Callable | None = None
+    trainable: Any = True
+    microbatch: int | str = "largest"
+    memory_limit: int | str | None = None
+    plan: Plan | None = None
+    compute_dtype: Any = None
+    nonfinite: Nonfinite = "raise"
+    axis_name: str = "batch"
+    compiler_options: Mapping[str, Any] | None = None
+
+    def check(self) -> None:
+        """Refuses what can be refused without the model."""
+        value = self.global_batch
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise _errors.bad_global_batch(value)
+        if value < 1:
+            raise _errors.bad_global_batch(value)
+        if self.nonfinite not in ("raise", "skip", "ignore"):
+            raise _errors.bad_choice(
+                "nonfinite", self.nonfinite, ("raise", "skip", "ignore")
+            )
+        check_microbatch(self.microbatch)
+        if self.memory_limit is not None:
+            parse_bytes(self.memory_limit)
+        if self.penalty is not None and not callable(self.penalty):
+            raise _errors.not_callable("penalty", self.penalty)
+        check_compute_dtype(self.compute_dtype)
+        if not callable(self.loss):
+            raise _errors.loss_not_callable(self.loss)
+
+
+def check_microbatch(value: Any) -> None:
+    if isinstance(value, str):
+        if value != "largest":
+            raise _errors.bad_microbatch(value)
+    elif isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise _errors.bad_microbatch(value)
+    elif value < 1:
+        raise _errors.bad_microbatch(value)
+
+
+def check_compute_dtype(dtype: Any) -> None:
+    if dtype is None:
+        return
+    try:
+        floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        floating = False
+    if not floating:
+        raise _errors.bad_compute_dtype(dtype)
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """The partitions of model, loss and state, and the structs of their leaves."""
+
+    model: Partition
+    loss: Partition
+    state: Partition | None
+    trainable: list[jax.ShapeDtypeStruct]
+    frozen: list[jax.ShapeDtypeStruct]
+    loss_arrays: list[Any]
+    state_structs: list[jax.ShapeDtypeStruct]
+
+    @property
+    def loss_structs(self) -> list[jax.ShapeDtypeStruct]:
+        return [struct(leaf) for leaf in self.loss_arrays]
+
+
+def skeleton(settings: Settings, model: Any, state: Any) -> Skeleton:
+    """Reads a model (arrays or structs); nothing is copied or computed.
+
+    **Raises:**
+
+    `InputError` for a model without trainable leaves, a `state` that is none, and a
+    loss that cannot be called with its form's arguments.
+    """
+    if state is not None and not isinstance(state, eqx.nn.State):
+        raise _errors.state_type(state)
+    check_arguments(settings.loss, has_state=state is not None)
+    parts = partition(model, settings.trainable)
+    if not parts.paths(Role.TRAINABLE):
+        leaves = [leaf for leaf in jax.tree.leaves(model) if is_array(leaf)]
+        raise _errors.nothing_to_train(sorted({str(leaf.dtype) for leaf in leaves}))
+    split = parts.split(model)
+    loss = partition(settings.loss)
+    state_part = None if state is None else partition(state)
+    state_leaves = [] if state_part is None else state_part.split(state).frozen
+    return Skeleton(
+        parts,
+        loss,
+        state_part,
+        [struct(leaf) for leaf in split.trainable],
+        [struct(leaf) for leaf in split.frozen],
+        loss.split(settings.loss).frozen,
+        [struct(leaf) for leaf in state_leaves],
+    )
+
+
+def batch_norms(model: Any) -> list[str]:
+    """The names of the model's BatchNorm layers, in order."""
+    found = []
+
+    def visit(path: Any, node: Any) -> None:
+        if isinstance(node, eqx.nn.BatchNorm):
+            found.append(jax.tree_util.keystr(path).lstrip(".") or type(node).__name__)
+
+    jax.tree_util.tree_map_with_path(
+        visit, model, is_leaf=lambda node: isinstance(node, eqx.nn.BatchNorm)
+    )
+    return found
+
+
+def axis_environment(placement: Placement) -> list[tuple[str, int]]:
+    return [(DATA, placement.size)]
+
+
+def takes_one_argument(fn: Callable) -> bool:
+    try:
+        inspect.signature(fn).bind(object())
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
