@@ -213,7 +213,7 @@ def test_example_weights():
     first, second = source.epoch(0, global_batch=3, order=order)
     np.testing.assert_array_equal(first.weights, [4, 0, 2.5])
     np.testing.assert_array_equal(second.weights, [1, 0])
-    assert first.weights.dtype == np.float32
+    assert first.weights is not None and first.weights.dtype == np.float32
     assert open_source(np.arange(5)).weights is None
 
 
@@ -258,7 +258,7 @@ def test_weights_all_zero():
 @pytest.mark.parametrize("dtype", [bool, np.int8, jnp.bfloat16])
 def test_weights_of_other_dtypes(dtype):
     batch = batch_of(np.arange(2), weights=jnp.array([1, 0], dtype))
-    np.testing.assert_array_equal(batch.weights, np.float32([1, 0]))
+    np.testing.assert_array_equal(batch.weights, np.array([1, 0], np.float32))
 
 
 @pytest.mark.parametrize("order", [[0, 3], [-1], [5]])

@@ -118,7 +118,7 @@ def test_lists_of_numbers_are_arrays():
     assert batch.layout.paths == ("['ids']", "['y']")
     ids, y = batch.take(np.array([2, 0]))
     np.testing.assert_array_equal(ids, [[5, 6], [1, 2]])
-    np.testing.assert_array_equal(y, np.float32([0.5, 0]))
+    np.testing.assert_array_equal(y, np.array([0.5, 0], np.float32))
     assert (ids.dtype, y.dtype) == (np.int32, np.float32)
     with pytest.raises(InputError, match="Leaf .'ids'. of the batch is a list"):
         batch_of({"ids": [[1, 2], [3]]})
@@ -254,3 +254,20 @@ def test_other_objects_are_refused_by_name():
 def test_typed_keys_are_refused(getkey):
     with pytest.raises(InputError, match="jax.random.key_data"):
         batch_of({"x": np.zeros(3), "keys": jax.random.split(getkey(), 3)})
+
+
+def test_a_step_inside_jit_is_refused():
+    @jax.jit
+    def outer(x):
+        return batch_of((x, x))
+
+    with pytest.raises(InputError, match="being traced .* call it outside"):
+        outer(np.zeros(3))
+
+
+def test_many_leaves_of_differing_lengths():
+    columns = {f"c{i:03}": np.zeros(4) for i in range(200)}
+    columns["c150"] = np.zeros(3)
+    with pytest.raises(InputError) as caught:
+        batch_of(columns)
+    assert "['c000'] has 4, ['c150'] has 3." in str(caught.value)

@@ -145,17 +145,25 @@ class ExampleRows(Rows):
 
     def _read(self, missing: np.ndarray) -> None:
         indices = [int(index) for index in self._indices[missing]]
-        columns: list[list[np.ndarray]] = [[] for _ in self._rows]
-        for index, example in zip(indices, fetch(self._data, indices), strict=True):
+        # Integers are first kept as wide as they may come, so that one out of range is
+        # seen. Each example is copied at once: a data set may reuse its memory.
+        wide = [_leaves.widest(rows.dtype) for rows in self._rows]
+        targets = [
+            rows if dtype == rows.dtype else np.empty(rows.shape, dtype)
+            for rows, dtype in zip(self._rows, wide, strict=True)
+        ]
+        examples = fetch(self._data, indices)
+        for place, index, example in zip(missing, indices, examples, strict=True):
             arrays = read_example(example, self._layout, index)
-            for column, array in zip(columns, arrays, strict=True):
-                column.append(array)
-        for column, rows, name in zip(
-            columns, self._rows, self._layout.paths, strict=True
+            for target, array in zip(targets, arrays, strict=True):
+                target[place] = array
+        for target, rows, name in zip(
+            targets, self._rows, self._layout.paths, strict=True
         ):
-            stacked = np.stack(column)
-            _leaves.check_range(stacked, rows.dtype, name=name, what="the data set")
-            rows[missing] = stacked
+            if target is not rows:
+                found = target[missing]
+                _leaves.check_range(found, rows.dtype, name=name, what="the data set")
+                rows[missing] = found
         self._is_read[missing] = True
 
 

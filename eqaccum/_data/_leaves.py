@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .. import _errors
 
@@ -61,6 +62,8 @@ def as_array(leaf: Any, *, name: str, what: str) -> Any:
             raise _errors.typed_key(name, what)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
+    if isinstance(leaf, Tracer):
+        raise _errors.traced(name, what)
     if isinstance(leaf, jax.Array):
         if not leaf.is_fully_addressable:
             raise _errors.not_whole_here(name, what)
@@ -85,6 +88,13 @@ def _final_dtype(dtype: np.dtype, x64: bool) -> np.dtype | None:
         return None
     native = dtype.newbyteorder("=")
     return native if x64 else np.dtype(jax.dtypes.canonicalize_dtype(native))
+
+
+def widest(final: np.dtype) -> np.dtype:
+    """The dtype that holds whatever becomes this one without loss of an integer."""
+    if final in (np.int32, np.uint32):
+        return np.dtype(f"{final.kind}8")
+    return final
 
 
 def check_range(array: Any, final: np.dtype, *, name: str, what: str) -> None:

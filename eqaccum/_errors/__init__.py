@@ -26,6 +26,7 @@ from ._data import (
     shapes_cannot_mix as shapes_cannot_mix,
     text_in_example as text_in_example,
     top_level_list as top_level_list,
+    traced as traced,
     typed_key as typed_key,
     weights_all_zero as weights_all_zero,
     weights_dtype as weights_dtype,
@@ -96,9 +97,10 @@ from ._plan import (
 )
 from ._say import say as say, warn as warn
 from ._step import (
+    accumulates_already as accumulates_already,
     bad_choice as bad_choice,
-    bad_count as bad_count,
     bad_compute_dtype as bad_compute_dtype,
+    bad_count as bad_count,
     bad_global_batch as bad_global_batch,
     batch_too_large as batch_too_large,
     cannot_shuffle as cannot_shuffle,
@@ -106,6 +108,7 @@ from ._step import (
     device_failed as device_failed,
     foreign_train_state as foreign_train_state,
     inside_jit as inside_jit,
+    needs_each_gradient as needs_each_gradient,
     no_weight as no_weight,
     non_finite as non_finite,
     not_an_optimizer as not_an_optimizer,
@@ -113,7 +116,6 @@ from ._step import (
     optimizer_leaf as optimizer_leaf,
     optimizer_needs_more as optimizer_needs_more,
     optimizer_of_steps as optimizer_of_steps,
-    optimizer_refused as optimizer_refused,
     optimizer_structure as optimizer_structure,
     out_of_memory as out_of_memory,
     penalty_value as penalty_value,

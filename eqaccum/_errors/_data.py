@@ -103,6 +103,14 @@ def typed_key(name: str, what: str) -> InputError:
     )
 
 
+def traced(name: str, what: str) -> InputError:
+    return InputError(
+        f"{_at(name, what)} is being traced by `jax.jit` or another transformation. "
+        "A step is compiled already: call it outside, with arrays. Inside use "
+        "`eqaccum.value_and_grad`."
+    )
+
+
 def bad_dtype(name: str, dtype: object, what: str) -> InputError:
     return InputError(
         f"{_at(name, what)} "
@@ -133,12 +141,19 @@ def not_whole_here(name: str, what: str) -> InputError:
 
 
 def lengths_differ(lengths: Sequence[tuple[str, int]], what: str) -> InputError:
-    listed = ", ".join(f"{name} has {rows:,}" for name, rows in lengths)
+    # One leaf for each length tells enough where there are many leaves.
+    shown = lengths if len(lengths) <= 6 else _one_of_each(lengths)[:6]
+    listed = ", ".join(f"{name} has {rows:,}" for name, rows in shown)
     return InputError(
         f"The arrays of {what} differ in their number of rows: {listed}. Axis 0 must "
         "count the same examples in each. Mark an array without an example axis by "
         "None at its place in `in_axes`, a pytree of 0 and None as in `jax.vmap`."
     )
+
+
+def _one_of_each(lengths: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    firsts = {rows: name for name, rows in reversed(lengths)}
+    return [(name, rows) for name, rows in lengths if firsts[rows] == name]
 
 
 def in_axes_value(value: object) -> InputError:
