@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqaccum._data import batch_of, open_source
+from eqaccum._data import batch_of, open_source, read
 from eqaccum._errors import InputError
 
 
@@ -256,13 +256,15 @@ def test_typed_keys_are_refused(getkey):
         batch_of({"x": np.zeros(3), "keys": jax.random.split(getkey(), 3)})
 
 
-def test_a_step_inside_jit_is_refused():
+def test_traced_batches_can_be_read():
     @jax.jit
-    def outer(x):
-        return batch_of((x, x))
+    def doubled(x):
+        flat = read({"x": x, "s": 2}, in_axes=0, what="the batch")
+        assert flat.count == 3 and flat.layout.row_structs[0].shape == (2,)
+        tree = flat.layout.unflatten(flat.rows, flat.whole)
+        return tree["s"] * tree["x"]
 
-    with pytest.raises(InputError, match="being traced .* call it outside"):
-        outer(np.zeros(3))
+    np.testing.assert_array_equal(doubled(np.ones((3, 2))), np.full((3, 2), 2))
 
 
 def test_many_leaves_of_differing_lengths():

@@ -56,10 +56,7 @@ def batch_of(tree: Any, *, in_axes: Any = 0, weights: Any = None) -> Batch:
 
     The rows stay in the user's memory until `take` copies them.
     """
-    what = "the batch"
-    flat = read(tree, in_axes=in_axes, what=what)
-    if flat.count == 0:
-        raise _errors.empty_data(what)
+    flat = read(tree, in_axes=in_axes, what="the batch")
     if not flat.has_values:
         raise _errors.only_shapes()
     weights = batch_weights(weights, flat.count)

@@ -72,8 +72,6 @@ class ColumnSource(Source):
 def open_columns(data: Any, *, in_axes: Any, weights: Any) -> ColumnSource:
     """Opens a pytree of arrays, checking the whole of every integer column."""
     flat = read(data, in_axes=in_axes, what="the data")
-    if flat.count == 0:
-        raise _errors.empty_data("the data")
     return ColumnSource(
         flat=flat,
         rows=flat.count,

@@ -90,7 +90,7 @@ class IterableSource(Source):
     def _read(self, iterator: Iterator[Any]) -> Iterator[Item]:
         for number, tree in enumerate(iterator):
             name = f"item {number} of the iterable"
-            flat = read(tree, in_axes=self._in_axes, what=name)
+            flat = read(tree, in_axes=self._in_axes, what=name, may_be_empty=True)
             if not flat.has_values:
                 raise _errors.only_shapes()
             if flat.count:

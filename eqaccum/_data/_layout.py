@@ -102,8 +102,11 @@ class Flat:
         )
 
 
-def read(tree: Any, *, in_axes: Any, what: str) -> Flat:
-    """Reads a pytree of arrays whose axis 0 counts examples."""
+def read(tree: Any, *, in_axes: Any, what: str, may_be_empty: bool = False) -> Flat:
+    """Reads a pytree of arrays whose axis 0 counts examples.
+
+    `what` is what a message calls it. Traced arrays are read as others are.
+    """
     tree = plain_mapping(tree)
     leaves, treedef = jtu.tree_flatten(tree, is_leaf=_leaves.is_number_list)
     axes = _axes(in_axes, leaves, treedef, what)
@@ -130,6 +133,8 @@ def read(tree: Any, *, in_axes: Any, what: str) -> Flat:
     if any(x.shape[0] != count for x in rows):
         lengths = [(n, x.shape[0]) for n, x in zip(layout.paths, rows, strict=True)]
         raise _errors.lengths_differ(lengths, what)
+    if count == 0 and not may_be_empty:
+        raise _errors.empty_data(what)
     return Flat(layout, count, rows, whole)
 
 

@@ -46,7 +46,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def as_array(leaf: Any, *, name: str, what: str) -> Any:
-    """The leaf as a numpy array, a device's array or a `ShapeDtypeStruct`.
+    """The leaf as a numpy array, a device's (or traced) array or a `ShapeDtypeStruct`.
 
     Memory is shared where it can be; nothing here may be kept beyond the call.
     """
@@ -60,10 +60,8 @@ def as_array(leaf: Any, *, name: str, what: str) -> Any:
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise _errors.typed_key(name, what)
-    if isinstance(leaf, jax.ShapeDtypeStruct):
+    if isinstance(leaf, (jax.ShapeDtypeStruct, Tracer)):
         return leaf
-    if isinstance(leaf, Tracer):
-        raise _errors.traced(name, what)
     if isinstance(leaf, jax.Array):
         if not leaf.is_fully_addressable:
             raise _errors.not_whole_here(name, what)

@@ -26,7 +26,6 @@ from ._data import (
     shapes_cannot_mix as shapes_cannot_mix,
     text_in_example as text_in_example,
     top_level_list as top_level_list,
-    traced as traced,
     typed_key as typed_key,
     weights_all_zero as weights_all_zero,
     weights_dtype as weights_dtype,

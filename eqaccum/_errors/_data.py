@@ -103,14 +103,6 @@ def typed_key(name: str, what: str) -> InputError:
     )
 
 
-def traced(name: str, what: str) -> InputError:
-    return InputError(
-        f"{_at(name, what)} is being traced by `jax.jit` or another transformation. "
-        "A step is compiled already: call it outside, with arrays. Inside use "
-        "`eqaccum.value_and_grad`."
-    )
-
-
 def bad_dtype(name: str, dtype: object, what: str) -> InputError:
     return InputError(
         f"{_at(name, what)} "
