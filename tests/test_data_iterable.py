@@ -125,6 +125,13 @@ def test_an_iterable_that_does_not_start_again():
         list(source.epoch(1, global_batch=4))
 
 
+def test_a_remainder_that_is_all_there_is_stays():
+    # As columns do: a global batch above the data set is one step of all rows.
+    source = open_source(Loader([2, 1]))
+    batches = source.epoch(0, global_batch=4, drop_remainder=True)
+    assert values(batches) == [[0, 1, 2]]
+
+
 def test_resuming_at_the_end_of_an_epoch():
     source = open_source(Loader([3, 3]))
     assert list(source.epoch(0, global_batch=4, start=2)) == []
