@@ -1,7 +1,7 @@
 """The same training run on every device: global batches out of microbatches that fit.
 
-    import eqaccum
-    result = eqaccum.fit(model, data, global_batch=4096)
+import eqaccum
+result = eqaccum.fit(model, data, global_batch=4096)
 """
 
 from ._accumulate import batched as batched, shared_key as shared_key

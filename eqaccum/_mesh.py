@@ -22,7 +22,7 @@ class Placement:
     mesh: Mesh
 
     @property
-    def devices(self) -> list[jax.Device]:
+    def devices(self) -> list[Any]:
         return list(self.mesh.devices.flat)
 
     @property

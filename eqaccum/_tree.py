@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import PyTree
 
 from . import _errors
@@ -169,7 +170,7 @@ def _restored(leaf: Leaf, value: Any) -> Any:
     if leaf.key_impl is not None:
         return jax.random.wrap_key_data(value, impl=leaf.key_impl)
     if leaf.from_numpy and isinstance(value, jax.Array):
-        if not isinstance(value, jax.core.Tracer):
+        if not isinstance(value, Tracer):
             return np.array(value)
     return value
 

@@ -1,15 +1,16 @@
-from ._aux import AuxSpec as AuxSpec, finish as finish_aux
+from ._aux import AuxSpec as AuxSpec, finish_aux as finish_aux
 from ._defaults import (
     DefaultLoss as DefaultLoss,
     check_labels as check_labels,
     check_not_one_hot as check_not_one_hot,
-    choose as choose_default_loss,
+    choose_default_loss as choose_default_loss,
 )
 from ._forms import (
     Batched as Batched,
     Options as Options,
     batched as batched,
     check_arguments as check_arguments,
+    check_loss as check_loss,
     shared_key as shared_key,
 )
 from ._jaxpr import hoist as hoist, walk as walk

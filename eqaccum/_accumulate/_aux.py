@@ -109,7 +109,7 @@ def total(
     return out
 
 
-def finish(spec: AuxSpec, sums: list[Array], weight: Array) -> list[Array]:
+def finish_aux(spec: AuxSpec, sums: list[Array], weight: Array) -> list[Array]:
     """The reduced values out of the sums over the global batch."""
     values = []
     stream = iter(sums)

@@ -24,7 +24,7 @@ _CROSS_ENTROPY = """
 class DefaultLoss:
     """A loss chosen by eqaccum and what it is called in the first line."""
 
-    fn: Callable
+    fn: Any
     name: str
     classes: int | None  # labels must lie below it; None where there are none
 
@@ -48,7 +48,7 @@ class _Default:
         return self.measure(out, y)
 
 
-def choose(
+def choose_default_loss(
     model: PyTree,
     state: PyTree | None,
     example: PyTree,

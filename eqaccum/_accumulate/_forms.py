@@ -17,12 +17,12 @@ from . import _aux
 
 
 class Batched(eqx.Module):
-    fn: Callable
+    fn: Any
     weighted: bool = eqx.field(static=True)
 
 
 class SharedKey(eqx.Module):
-    fn: Callable
+    fn: Any
 
 
 def batched(fn: Callable, *, weighted: bool = False) -> Batched:
@@ -121,7 +121,7 @@ class _Output:
 
 
 def evaluate(
-    loss: Callable,
+    loss: Any,
     model: PyTree,
     state: list[Array],
     rows: Rows,
@@ -251,7 +251,13 @@ class _Caller:
             raise _errors.written_for_batch(self.loss, error) from error
 
 
-def check_arguments(loss: Callable, *, has_state: bool) -> None:
+def check_loss(loss: Any) -> None:
+    """Refuses what is not a loss of any form."""
+    if not isinstance(loss, Batched | SharedKey) and not callable(loss):
+        raise _errors.loss_not_callable(loss)
+
+
+def check_arguments(loss: Any, *, has_state: bool) -> None:
     """Refuses a loss that cannot be called with the arguments of its form."""
     fn, names = loss, ["model"]
     if has_state:
@@ -264,8 +270,7 @@ def check_arguments(loss: Callable, *, has_state: bool) -> None:
     if isinstance(fn, SharedKey):
         names.append("step_key")
         fn = fn.fn
-    if not callable(fn):
-        raise _errors.loss_not_callable(fn)
+    check_loss(fn)
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # builtins tell nothing

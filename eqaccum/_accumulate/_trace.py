@@ -14,6 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import eval_jaxpr
 from jaxtyping import Array, Float, PyTree
 
 from .._tree import Partition, Role
@@ -79,7 +80,7 @@ class Traced:
 
     def __call__(self, captured: Sequence[Any], inputs: PassInputs) -> Any:
         flat = [*captured, *jax.tree.leaves(inputs)]
-        out = jax.core.eval_jaxpr(self.jaxpr.jaxpr, self.jaxpr.consts, *flat)
+        out = eval_jaxpr(self.jaxpr.jaxpr, self.jaxpr.consts, *flat)
         return jax.tree.unflatten(self.out_tree, out)
 
 

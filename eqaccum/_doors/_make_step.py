@@ -10,24 +10,26 @@ from .. import _errors
 from .._mesh import default_placement
 from .._plan import Plan
 from .._step import Settings, Step
+from ._at_the_door import Own, at_the_door
 
 DEFAULT_OPTIMIZER = "adamw(1e-3)"
 
 
+@at_the_door
 def make_step(
-    loss: Callable,
-    optimizer: optax.GradientTransformation,
+    loss: Any,
+    optimizer: Own[optax.GradientTransformation, ...],
     *,
-    global_batch: int,
+    global_batch: Own[int, ...],
     in_axes: PyTree = 0,
     has_aux: bool = False,
-    penalty: Callable | None = None,
+    penalty: Own[Callable | None, ...] = None,
     trainable: PyTree = True,
-    microbatch: int | str = "largest",
-    memory_limit: int | str | None = None,
+    microbatch: Own[int | str, ...] = "largest",
+    memory_limit: Own[int | str | None, ...] = None,
     plan: Plan | None = None,
     compute_dtype: Any = None,
-    nonfinite: str = "raise",
+    nonfinite: Own[str, ...] = "raise",
     axis_name: str = "batch",
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Step:

@@ -1,9 +1,7 @@
 """`plan`: what `fit` would decide, without training."""
 
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 from jaxtyping import PyTree
@@ -14,6 +12,7 @@ from .._data import Source, open_source
 from .._mesh import DATA
 from .._plan import Plan
 from .._step import check_compute_dtype
+from ._at_the_door import Own, at_the_door
 from ._make_step import make_step
 
 _STEP_OPTIONS = (
@@ -38,12 +37,13 @@ _IGNORED_BY_PLAN = (
 )
 
 
+@at_the_door
 def plan(
     model: PyTree,
     data: Any,
     *,
-    global_batch: int,
-    loss: Callable | None = None,
+    global_batch: Own[int, ...],
+    loss: Any = None,
     optimizer: Any = None,
     state: Any = None,
     in_axes: PyTree = 0,
@@ -102,7 +102,7 @@ def plan(
 
 
 def prepare_loss(
-    loss: Callable | None,
+    loss: Any,
     model: PyTree,
     state: Any,
     source: Source,

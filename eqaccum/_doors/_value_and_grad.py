@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import _errors
@@ -21,6 +22,7 @@ from .._accumulate import (
     Sums,
     accumulate,
     check_arguments,
+    check_loss,
     finish_aux,
     run_key,
     trace_pass,
@@ -28,12 +30,14 @@ from .._accumulate import (
 )
 from .._data import Layout, read
 from .._tree import Partition, Role, Static, is_array, partition, struct
+from ._at_the_door import Own, at_the_door
 
 
+@at_the_door
 def value_and_grad(
-    loss: Callable,
+    loss: Any,
     *,
-    microbatch: int,
+    microbatch: Own[int, ...],
     has_aux: bool = False,
     in_axes: PyTree = 0,
     trainable: PyTree = True,
@@ -70,8 +74,7 @@ def value_and_grad(
         raise _errors.bad_microbatch(microbatch)
     if microbatch < 1:
         raise _errors.bad_microbatch(microbatch)
-    if not callable(loss):
-        raise _errors.loss_not_callable(loss)
+    check_loss(loss)
     options = Options(has_aux, axis_name)
 
     def call(
@@ -137,7 +140,7 @@ class _GradientPlan:
 def _key_data(key: Any) -> Any:
     if key is None:
         return None
-    if isinstance(key, jax.core.Tracer):
+    if isinstance(key, Tracer):
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         return jax.random.key_data(key) if typed else key
     return run_key(key)

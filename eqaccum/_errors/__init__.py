@@ -122,4 +122,5 @@ from ._step import (
     too_many_skips as too_many_skips,
     total_unknown as total_unknown,
     unknown_argument as unknown_argument,
+    wrong_type as wrong_type,
 )

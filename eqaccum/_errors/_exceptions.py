@@ -1,13 +1,13 @@
 """Every exception and warning that eqaccum raises.
 
-    EqaccumError                     the root; `.result` is what was trained, or None
-    ├── InputError  (ValueError)     an argument, a model, a loss or data that cannot work
-    ├── PlanError                    no plan can be made
-    │   ├── DoesNotFit               not even one example per pass fits
-    │   └── CannotTell               the backend gives no usable memory figures
-    ├── NonFiniteError               a loss or gradient was not finite
-    └── StepError                    the device failed while a step ran
-    EqaccumWarning (UserWarning)     the run goes on, but not as one may expect
+EqaccumError                     the root; `.result` is what was trained, or None
+├── InputError  (ValueError)     an argument, a model, a loss or data that cannot work
+├── PlanError                    no plan can be made
+│   ├── DoesNotFit               not even one example per pass fits
+│   └── CannotTell               the backend gives no usable memory figures
+├── NonFiniteError               a loss or gradient was not finite
+└── StepError                    the device failed while a step ran
+EqaccumWarning (UserWarning)     the run goes on, but not as one may expect
 """
 
 from typing import Any

@@ -164,7 +164,9 @@ def _kinds(has_aux: bool, has_state: bool) -> str:
 
 def loss_results(out: Any, *, has_aux: bool, has_state: bool) -> InputError:
     got = (
-        f"a tuple of {len(out)}" if isinstance(out, tuple) else f"a {type(out).__name__}"
+        f"a tuple of {len(out)}"
+        if isinstance(out, tuple)
+        else f"a {type(out).__name__}"
     )
     if has_aux and has_state and isinstance(out, tuple) and len(out) == 2:
         hint = "If the loss has no auxiliary output, drop has_aux=True."

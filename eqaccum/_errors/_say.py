@@ -18,4 +18,4 @@ def warn(text: str) -> None:
         "eqaccum"
     ):
         depth, frame = depth + 1, frame.f_back
-    warnings.warn(text, EqaccumWarning, stacklevel=depth - 1)
+    warnings.warn(text, EqaccumWarning, stacklevel=depth)

@@ -13,8 +13,19 @@ def not_an_optimizer(optimizer: Any) -> InputError:
     )
 
 
-def optimizer_refused(name: str, reason: str) -> InputError:
-    return InputError(f"the optimizer holds {name}, which cannot work here: {reason}.")
+def accumulates_already() -> InputError:
+    return InputError(
+        "the optimizer holds optax.MultiSteps, which cannot work here: eqaccum "
+        "accumulates already. Pass the inner optimizer."
+    )
+
+
+def needs_each_gradient() -> InputError:
+    return InputError(
+        "the optimizer holds optax.contrib.differentially_private_aggregate, which "
+        "cannot work here: it needs the gradient of each example, and accumulation "
+        "adds them up. jax_privacy trains with differential privacy."
+    )
 
 
 def optimizer_needs_more(error: Exception) -> InputError:
@@ -180,4 +191,11 @@ def total_unknown() -> InputError:
     return InputError(
         "optimizer= is a function of the total number of steps, and the number of rows "
         "of an iterable is not known. Pass steps=."
+    )
+
+
+def wrong_type(door: str, name: str, value: Any, hint: Any) -> InputError:
+    expected = getattr(hint, "__name__", None) or str(hint)
+    return InputError(
+        f"{door} got {name}={value!r} ({type(value).__name__}); expected {expected}."
     )

@@ -12,7 +12,14 @@ from jaxtyping import PyTree
 from .. import _errors
 from .._accumulate import check_labels, check_not_one_hot, run_key
 from .._data import Batch, Source, epoch_order, open_source
-from .._doors import DEFAULT_OPTIMIZER, make_step, prepare_loss, rows_per_step
+from .._doors import (
+    DEFAULT_OPTIMIZER,
+    Own,
+    at_the_door,
+    make_step,
+    prepare_loss,
+    rows_per_step,
+)
 from .._plan import Plan
 from .._step import Placed, Step
 from .._types import Metrics, TrainState
@@ -24,15 +31,16 @@ from ._result import FitResult
 _MAX_SKIPPED = 20
 
 
+@at_the_door
 def fit(
     model: PyTree,
     data: Any,
     *,
-    global_batch: int,
-    loss: Callable | None = None,
+    global_batch: Own[int, ...],
+    loss: Any = None,
     optimizer: Any = None,
-    epochs: int | None = None,
-    steps: int | None = None,
+    epochs: Own[int | None, ...] = None,
+    steps: Own[int | None, ...] = None,
     key: Any = None,
     shuffle: bool | None = None,
     drop_remainder: bool = False,
@@ -40,13 +48,13 @@ def fit(
     in_axes: PyTree = 0,
     state: Any = None,
     has_aux: bool = False,
-    penalty: Callable | None = None,
+    penalty: Own[Callable | None, ...] = None,
     trainable: PyTree = True,
-    microbatch: int | str = "largest",
-    memory_limit: int | str | None = None,
+    microbatch: Own[int | str, ...] = "largest",
+    memory_limit: Own[int | str | None, ...] = None,
     plan: Plan | None = None,
     compute_dtype: Any = None,
-    nonfinite: str = "raise",
+    nonfinite: Own[str, ...] = "raise",
     axis_name: str = "batch",
     progress: bool | None = None,
     compiler_options: Mapping[str, Any] | None = None,
@@ -211,7 +219,9 @@ def _length(
 def _optimizer(optimizer: Any, total: int | None) -> optax.GradientTransformation:
     if optimizer is None:
         return optax.adamw(1e-3)
-    if isinstance(optimizer, optax.GradientTransformation | optax.MultiSteps):
+    if isinstance(optimizer, optax.MultiSteps):
+        raise _errors.accumulates_already()
+    if isinstance(optimizer, optax.GradientTransformation):
         return optimizer
     if not callable(optimizer):
         raise _errors.not_an_optimizer(optimizer)
@@ -246,9 +256,7 @@ def _say_start(
     fewer = ""
     if source.rows is not None and asked > source.rows:
         fewer = f"; global_batch={asked:,} is above the {source.rows:,} rows"
-    _errors.say(
-        f"{source.description}, {duration}; {chosen}{fewer}; {plan.summary()}"
-    )
+    _errors.say(f"{source.description}, {duration}; {chosen}{fewer}; {plan.summary()}")
 
 
 @dataclass

@@ -12,14 +12,8 @@ from .._tree import Partition, partition, struct
 
 # Recognised by their state, wherever in a chain they hide.
 _REFUSED = {
-    "MultiStepsState": (
-        "optax.MultiSteps",
-        "eqaccum accumulates already: pass the inner optimizer",
-    ),
-    "DifferentiallyPrivateAggregateState": (
-        "optax.contrib.differentially_private_aggregate",
-        "it needs the gradient of each example, which accumulation adds up",
-    ),
+    "MultiStepsState": _errors.accumulates_already,
+    "DifferentiallyPrivateAggregateState": _errors.needs_each_gradient,
 }
 
 
@@ -32,7 +26,7 @@ def check_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     `optax.MultiSteps`.
     """
     if isinstance(optimizer, optax.MultiSteps):
-        raise _errors.optimizer_refused(*_REFUSED["MultiStepsState"])
+        raise _errors.accumulates_already()
     if not isinstance(optimizer, optax.GradientTransformation):
         raise _errors.not_an_optimizer(optimizer)
     return optax.with_extra_args_support(optimizer)
@@ -96,9 +90,9 @@ def _check_same(name: str, before: PyTree, after: PyTree) -> None:
 
 def _refuse_by_state(state: PyTree) -> None:
     def visit(node: Any) -> bool:
-        reason = _REFUSED.get(type(node).__name__)
-        if reason is not None:
-            raise _errors.optimizer_refused(*reason)
+        refusal = _REFUSED.get(type(node).__name__)
+        if refusal is not None:
+            raise refusal()
         return False
 
     jax.tree.flatten(state, is_leaf=visit)

@@ -7,11 +7,12 @@ What the device holds beside a program's own arguments is counted where it is pl
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import eval_jaxpr
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
@@ -163,7 +164,8 @@ class Builder:
             return sums.gradients, sums.outputs
 
         batch = self.batch_structs(cut, bounded=bounded)
-        outputs = PassOutputs(_WHOLE, _WHOLE, _WHOLE, _WHOLE, _BY_ROWS)
+        whole: Any = _WHOLE
+        outputs = PassOutputs(whole, whole, whole, whole, cast(Any, _BY_ROWS))
         mapped = self._mapped(program, batch, more=2, out=(_WHOLE, outputs))
         args = self._placed(
             (
@@ -407,9 +409,7 @@ class Penalty:
 
     def __call__(self, captured: list[Array], parameters: Arguments) -> Counted:
         flat = [*captured, *parameters.trainable, *parameters.frozen]
-        value, *gradient = jax.core.eval_jaxpr(
-            self.jaxpr.jaxpr, self.jaxpr.consts, *flat
-        )
+        value, *gradient = eval_jaxpr(self.jaxpr.jaxpr, self.jaxpr.consts, *flat)
         return Counted(value, gradient)
 
 

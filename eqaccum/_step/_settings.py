@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors
-from .._accumulate import check_arguments
+from .._accumulate import check_arguments, check_loss
 from .._mesh import DATA, Placement
 from .._plan import Plan, parse_bytes
 from .._tree import Partition, Role, is_array, partition, struct
@@ -23,7 +23,7 @@ Nonfinite = Literal["raise", "skip", "ignore"]
 class Settings:
     """What `make_step` was asked for. Fields are as in `make_step`."""
 
-    loss: Callable
+    loss: Any
     optimizer: Any
     global_batch: int
     placement: Placement
@@ -56,8 +56,7 @@ class Settings:
         if self.penalty is not None and not callable(self.penalty):
             raise _errors.not_callable("penalty", self.penalty)
         check_compute_dtype(self.compute_dtype)
-        if not callable(self.loss):
-            raise _errors.loss_not_callable(self.loss)
+        check_loss(self.loss)
 
 
 def check_microbatch(value: Any) -> None:
@@ -92,6 +91,17 @@ class Skeleton:
     frozen: list[jax.ShapeDtypeStruct]
     loss_arrays: list[Any]
     state_structs: list[jax.ShapeDtypeStruct]
+
+    def same(self, other: "Skeleton | None") -> bool:
+        """Whether the same programs serve both."""
+        return other is not None and (
+            self.model == other.model
+            and self.loss == other.loss
+            and self.state == other.state
+            and self.trainable == other.trainable
+            and self.frozen == other.frozen
+            and self.state_structs == other.state_structs
+        )
 
     @property
     def loss_structs(self) -> list[jax.ShapeDtypeStruct]:

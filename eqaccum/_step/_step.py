@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from .. import _errors
@@ -81,7 +82,10 @@ class Step:
 
     def describe(self, model: PyTree, state: Any = None) -> None:
         """Reads the model's structure (arrays or structs) and checks the optimizer."""
-        self._skeleton = skeleton(self._settings, model, state)
+        read = skeleton(self._settings, model, state)
+        if read.same(self._skeleton):
+            return
+        self._skeleton = read
         parameters = self._skeleton.model.filtered(self._skeleton.trainable)
         self._opt = _optimizer.opt_partition(self._optimizer, parameters)
         self._batch_norms = batch_norms(model)
@@ -128,9 +132,7 @@ class Step:
         """The programs for batches of this layout, planned when first seen."""
         if layout not in self._ready:
             builder = self._builder(layout)
-            planner = Planner(
-                builder, self._settings.global_batch, own_bytes=own_bytes
-            )
+            planner = Planner(builder, self._settings.global_batch, own_bytes=own_bytes)
             self._ready[layout] = planner.make()
             self.plan = self.plan or self._ready[layout].plan
         return self._ready[layout]
@@ -181,7 +183,7 @@ class Step:
         `InputError` for a batch that cannot work, `NonFiniteError` for a loss or
         gradient that is not finite, `StepError` where the device fails.
         """
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(batch)):
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)):
             raise _errors.inside_jit()
         self._check_train(train)
         rows = batch_of(batch, in_axes=self._settings.in_axes, weights=weights)

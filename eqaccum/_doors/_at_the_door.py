@@ -1,0 +1,52 @@
+"""Run-time type checks of the public functions' arguments, once per call."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from beartype.door import is_bearable
+
+from .. import _errors
+
+_F = TypeVar("_F", bound=Callable)
+
+if TYPE_CHECKING:
+    from typing import Annotated as Own
+else:
+
+    class Own:
+        """`Own[int | None, ...]`: a type that eqaccum checks itself, in its own words.
+
+        A type checker reads the type; at run time everything is let through to there.
+        """
+
+        def __class_getitem__(cls, types: Any) -> Any:
+            return Any
+
+
+def at_the_door(fn: _F) -> _F:
+    """Checks the arguments against the annotations before the call.
+
+    The check is over when `fn` runs: a jaxtyping scope held open around user code would
+    bind its axis names to the first microbatch.
+    """
+    signature = inspect.signature(fn)
+    hints = {
+        name: hint
+        for name, hint in fn.__annotations__.items()
+        if name != "return" and hint is not Any
+    }
+
+    @functools.wraps(fn)
+    def door(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"eqaccum.{fn.__name__}: {error}") from None
+        for name, value in given.items():
+            if name in hints and not is_bearable(value, hints[name]):
+                raise _errors.wrong_type(fn.__name__, name, value, hints[name])
+        return fn(*args, **kwargs)
+
+    return door  # type: ignore[return-value]
