@@ -1,4 +1,15 @@
 from ._bytes import format_bytes as format_bytes, parse_bytes as parse_bytes
+from ._limit import (
+    Limit as Limit,
+    Readers as Readers,
+    cgroup_room as cgroup_room,
+    read_limit as read_limit,
+)
+from ._probe import (
+    conv_scratch as conv_scratch,
+    is_out_of_memory as is_out_of_memory,
+    program_bytes as program_bytes,
+)
 from ._record import (
     COMPILED as COMPILED,
     NO_FIGURES as NO_FIGURES,
@@ -7,4 +18,11 @@ from ._record import (
     Parts as Parts,
     Plan as Plan,
     Probe as Probe,
+)
+from ._search import (
+    Found as Found,
+    Measurement as Measurement,
+    distinct_passes as distinct_passes,
+    pinned as pinned,
+    search as search,
 )
