@@ -1,3 +1,7 @@
+from ._additive import (
+    trace_additive as trace_additive,
+    wide_products as wide_products,
+)
 from ._aux import AuxSpec as AuxSpec, finish_aux as finish_aux
 from ._defaults import (
     DefaultLoss as DefaultLoss,
@@ -15,19 +19,13 @@ from ._forms import (
 )
 from ._jaxpr import hoist as hoist, walk as walk
 from ._keys import batch_keys as batch_keys, run_key as run_key
-from ._scan import (
+from ._records import (
+    Arguments as Arguments,
     Batch as Batch,
     Cut as Cut,
-    Sums as Sums,
-    accumulate as accumulate,
-    weigh as weigh,
-)
-from ._trace import (
-    Arguments as Arguments,
-    LossSpec as LossSpec,
-    Pass as Pass,
+    Passes as Passes,
     PassInputs as PassInputs,
     PassOutputs as PassOutputs,
-    float32_products as float32_products,
-    trace_pass as trace_pass,
+    Sums as Sums,
 )
+from ._trace import LossSpec as LossSpec

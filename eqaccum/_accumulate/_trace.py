@@ -21,13 +21,13 @@ from .._tree import Partition, Role
 from .._types import accumulator_dtype
 from . import _forms, _keys
 from ._aux import AuxSpec
-from ._conv import channels_last
-from ._jaxpr import Left, hoist, walk
+from ._jaxpr import Left, hoist
+from ._records import PassInputs, PassOutputs
 
 
 @dataclass(frozen=True)
 class LossSpec:
-    """Everything static that the trace of a loss depends on, the microbatch excepted."""
+    """Everything static that the trace of a loss depends on, the size excepted."""
 
     model: Partition
     loss: Partition
@@ -36,38 +36,6 @@ class LossSpec:
     options: _forms.Options
     compute_dtype: Any = None
     with_key: bool = True
-
-
-class Arguments(eqx.Module):
-    """The arrays of a pass that are the same for all rows."""
-
-    trainable: list[Any]
-    frozen: list[Any]
-    loss: list[Any]
-    whole: list[Any]
-
-
-class PassInputs(eqx.Module):
-    """All arrays of one pass. `ratios` are there for a sum of several `Mean`s only."""
-
-    arguments: Arguments
-    state: list[Any]
-    rows: list[Any]
-    weights: Any  # (n,) float32
-    positions: Any  # (n,) int32, in the global batch
-    rows_key: Any  # key data, or None
-    shared_key: Any
-    ratios: list[Any]
-
-
-class PassOutputs(eqx.Module):
-    """What one pass adds up (`totals`, `weights`, `aux_sums`), carries and lays down."""
-
-    totals: list[Any]
-    weights: list[Any]
-    state: list[Any]
-    aux_sums: list[Any]
-    aux_rows: list[Any]
 
 
 @dataclass(frozen=True)
@@ -84,27 +52,6 @@ class Traced:
         return jax.tree.unflatten(self.out_tree, out)
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One microbatch of n rows: its forward jaxpr and its gradient's.
-
-    `gradient` returns (gradients in the accumulator's dtype, `PassOutputs`).
-    """
-
-    microbatch: int
-    forward: Traced
-    gradient: Traced
-    outputs: PassOutputs  # structs
-    parameters: list[jax.ShapeDtypeStruct]
-    gradient_structs: list[jax.ShapeDtypeStruct]
-    aux_spec: AuxSpec
-    left: tuple[Left, ...]
-
-    @property
-    def num_terms(self) -> int:
-        return len(self.outputs.totals)
-
-
 def trace_forward(
     spec: LossSpec, loss: Any, inputs: PassInputs, *, axis_env: list[tuple[str, int]]
 ) -> tuple[Traced, PassOutputs, AuxSpec, tuple[Left, ...]]:
@@ -118,65 +65,11 @@ def trace_forward(
             terms.totals, terms.weights, terms.state, terms.aux.sums, terms.aux.rows
         )
 
-    traced, outputs, left = _trace(forward, [], inputs, axis_env=axis_env)
+    traced, outputs, left = trace(forward, [], inputs, axis_env=axis_env)
     return traced, outputs, found[-1], left
 
 
-def trace_pass(
-    spec: LossSpec,
-    loss: Any,
-    inputs: PassInputs,
-    *,
-    axis_env: list[tuple[str, int]],
-    rewrite_convolutions: bool,
-) -> Pass:
-    """Traces a pass on structs.
-
-    **Arguments:**
-
-    - `spec`: the static description of model, loss and data.
-    - `loss`: the user's loss; its arrays are replaced by `inputs.arguments.loss`.
-    - `inputs`: structs; `ratios` is filled in here.
-    - `axis_env`: mesh axes in scope, as `(name, size)`.
-    - `rewrite_convolutions`: channels-last convolutions, for loops on CPU.
-    """
-    forward, outputs, aux_spec, left = trace_forward(
-        spec, loss, inputs, axis_env=axis_env
-    )
-    ratios = list(outputs.totals) if len(outputs.totals) > 1 else []
-    inputs = eqx.tree_at(lambda i: i.ratios, inputs, ratios)
-    differentiate = _gradient_of(forward)
-    gradient, shapes, more = _trace(
-        differentiate, list(forward.captured), inputs, axis_env=axis_env
-    )
-    if rewrite_convolutions:
-        rewritten = channels_last(gradient.jaxpr)
-        gradient = Traced(rewritten, gradient.captured, gradient.out_tree)
-    return Pass(
-        microbatch=inputs.weights.shape[0],
-        forward=forward,
-        gradient=gradient,
-        outputs=outputs,
-        parameters=inputs.arguments.trainable,
-        gradient_structs=shapes[0],
-        aux_spec=aux_spec,
-        left=left + more,
-    )
-
-
-def float32_products(pass_: Pass, dtype: Any) -> list[str]:
-    """Products that a narrower `compute_dtype` did not reach, by name."""
-    wide = []
-    for eqn in walk(pass_.forward.jaxpr):
-        if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
-            continue
-        dtypes = {v.aval.dtype for v in eqn.invars}  # type: ignore[attr-defined]
-        if any(jnp.issubdtype(d, jnp.floating) and d != dtype for d in dtypes):
-            wide.append(eqn.primitive.name)
-    return wide
-
-
-def _trace(
+def trace(
     fn: Callable,
     captured: list[Any],
     inputs: PassInputs,
@@ -194,7 +87,7 @@ def _trace(
     return traced, shapes, hoisted.left
 
 
-def _gradient_of(forward: Traced) -> Callable:
+def gradient_of(forward: Traced) -> Callable:
     def gradient(
         captured: list[Array], inputs: PassInputs
     ) -> tuple[list[Array], PassOutputs]:
@@ -214,12 +107,12 @@ def _gradient_of(forward: Traced) -> Callable:
             scale = None
         seeds = [r if scale is None else r * scale.astype(r.dtype) for r in ratios]
         (grads,) = pull(seeds)
-        return [_widened(grad, scale) for grad in grads], out
+        return [widened(grad, scale) for grad in grads], out
 
     return gradient
 
 
-def _widened(grad: Array, scale: Array | None) -> Array:
+def widened(grad: Array, scale: Array | None) -> Array:
     wide = grad.astype(accumulator_dtype(grad.dtype))
     return wide if scale is None else wide / scale.astype(wide.dtype)
 

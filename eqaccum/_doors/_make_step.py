@@ -59,7 +59,8 @@ def make_step(
 
     **Returns:**
 
-    A `Step`: `train = step.init(model, key)`, then `train, metrics = step(train, batch)`.
+    A `Step`: `train = step.init(model, key)`, then
+    `train, metrics = step(train, batch)`.
 
     **Raises:**
 

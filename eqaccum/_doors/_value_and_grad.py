@@ -17,16 +17,14 @@ from .._accumulate import (
     Cut,
     LossSpec,
     Options,
-    Pass,
+    Passes,
     PassInputs,
     Sums,
-    accumulate,
     check_arguments,
     check_loss,
     finish_aux,
     run_key,
-    trace_pass,
-    weigh,
+    trace_additive,
 )
 from .._data import Layout, read
 from .._tree import Partition, Role, Static, is_array, partition, struct
@@ -167,7 +165,7 @@ def _gradient_program(
         None,
     )
     pass_ = _trace(plan, arguments, state, batch)
-    captured = [jnp.asarray(c) for c in pass_.gradient.captured]
+    captured = [jnp.asarray(c) for c in pass_.captured]
     shared: dict[str, Any] = {
         "captured": captured,
         "arguments": arguments,
@@ -176,12 +174,12 @@ def _gradient_program(
     }
     ratios: list[Array] = []
     if pass_.num_terms > 1:
-        totals = weigh(pass_, cut, **shared)
+        totals = pass_.weigh(cut, **shared)
         ratios = [
             (totals[0] / w).astype(t.dtype)
             for w, t in zip(totals, pass_.outputs.totals, strict=True)
         ]
-    sums = accumulate(pass_, cut, ratios=ratios, **shared)
+    sums = pass_.accumulate(cut, ratios=ratios, **shared)
     return _returned(plan, pass_, sums, ratios, count)
 
 
@@ -190,7 +188,7 @@ _gradient = jax.jit(_gradient_program, static_argnums=0)
 
 def _trace(
     plan: _GradientPlan, arguments: Arguments, state: list[Array], batch: Slots
-) -> Pass:
+) -> Passes:
     spec = LossSpec(
         model=plan.model,
         loss=plan.loss,
@@ -212,7 +210,7 @@ def _trace(
         [],
     )
     rewrite = jax.default_backend() == "cpu" and batch.weights.shape[0] > 1
-    return trace_pass(
+    return trace_additive(
         spec, plan.fn.value, inputs, axis_env=[], rewrite_convolutions=rewrite
     )
 
@@ -234,7 +232,7 @@ def _slots_on_device(
 
 
 def _returned(
-    plan: _GradientPlan, pass_: Pass, sums: Sums, ratios: list[Array], count: int
+    plan: _GradientPlan, pass_: Passes, sums: Sums, ratios: list[Array], count: int
 ) -> Any:
     out = sums.outputs
     weight = out.weights[0]

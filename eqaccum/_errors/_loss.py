@@ -82,9 +82,9 @@ def loss_arguments(
 
 def written_for_batch(fn: Any, error: Exception) -> InputError:
     return InputError(
-        f"the loss {name_of(fn)} fails on one example but works on a batch, so it seems "
-        "written for a batch. Write it for one example (eqaccum applies jax.vmap), or "
-        "wrap it: eqaccum.batched(fn), where fn returns one value per row. On one "
+        f"the loss {name_of(fn)} fails on one example but works on a batch, so it "
+        "seems written for a batch. Write it for one example (eqaccum vmaps it), "
+        "or wrap it: eqaccum.batched(fn), where fn returns one value per row. On one "
         f"example it said: {str(error).splitlines()[0] if str(error) else error!r}"
     )
 
@@ -94,8 +94,8 @@ def written_for_batch(fn: Any, error: Exception) -> InputError:
 
 def loss_value(value: Any) -> InputError:
     return InputError(
-        f"the loss returned {value!r} ({type(value).__name__}); expected a float scalar "
-        "or an eqaccum.Mean(total, weight)."
+        f"the loss returned {value!r} ({type(value).__name__}); expected a float "
+        "scalar or an eqaccum.Mean(total, weight)."
     )
 
 
@@ -109,8 +109,8 @@ def loss_dtype(dtype: Any) -> InputError:
 def loss_shape(shape: tuple[int, ...], *, row_axis: bool) -> LossShapeError:
     if row_axis:
         return LossShapeError(
-            f"the batched loss returned shape {shape}; expected one value for each row, "
-            "shape (n,). Reduce the other axes, for example with .mean(axis=-1)."
+            f"the batched loss returned shape {shape}; expected one value for each "
+            "row, shape (n,). Reduce the other axes, for example with .mean(axis=-1)."
         )
     return LossShapeError(
         f"the loss of one example returned shape {shape}; expected a scalar. Reduce "
@@ -243,8 +243,8 @@ def aux_integer(name: str, dtype: Any) -> InputError:
 
 def aux_not_array(name: str, value: Any) -> InputError:
     return InputError(
-        f"the auxiliary output{name} is {value!r} ({type(value).__name__}); expected an "
-        "array, a number, eqaccum.Mean or eqaccum.Sum. Leave it out."
+        f"the auxiliary output{name} is {value!r} ({type(value).__name__}); expected "
+        "an array, a number, eqaccum.Mean or eqaccum.Sum. Leave it out."
     )
 
 
@@ -321,8 +321,8 @@ def default_state(out: Any) -> InputError:
 
 def default_state_missing() -> InputError:
     return InputError(
-        "loss=None: the model returned a tuple. If it has an eqx.nn.State, pass state=; "
-        "otherwise pass loss=."
+        "loss=None: the model returned a tuple. If it has an eqx.nn.State, pass "
+        "state=; otherwise pass loss=."
     )
 
 

@@ -8,8 +8,8 @@ from ._exceptions import InputError, NonFiniteError, StepError
 def not_an_optimizer(optimizer: Any) -> InputError:
     return InputError(
         f"optimizer={optimizer!r} is a {type(optimizer).__name__}; expected an Optax "
-        "gradient transformation such as optax.adamw(1e-3), or in fit a function of the "
-        "total number of steps that returns one."
+        "gradient transformation such as optax.adamw(1e-3), or in fit a function of "
+        "the total number of steps that returns one."
     )
 
 
@@ -61,8 +61,8 @@ def optimizer_of_steps() -> InputError:
 
 def bad_global_batch(value: Any) -> InputError:
     return InputError(
-        f"global_batch={value!r} ({type(value).__name__}); expected a positive int, the "
-        "examples of one optimizer update over all devices together."
+        f"global_batch={value!r} ({type(value).__name__}); expected a positive int, "
+        "the examples of one optimizer update over all devices together."
     )
 
 
@@ -87,7 +87,8 @@ def penalty_value(shape: Any, dtype: Any) -> InputError:
 
 def not_callable(name: str, value: Any) -> InputError:
     return InputError(
-        f"{name}={value!r} is a {type(value).__name__}; expected a function of the model."
+        f"{name}={value!r} is a {type(value).__name__}; expected a function of the "
+        "model."
     )
 
 
@@ -100,8 +101,8 @@ def batch_too_large(rows: int, global_batch: int) -> InputError:
 
 def consumed() -> InputError:
     return InputError(
-        "this TrainState was consumed by an earlier step (its arrays were given back to "
-        "the device). Use the newest one: train, metrics = step(train, batch)."
+        "this TrainState was consumed by an earlier step (its arrays were given back "
+        "to the device). Use the newest one: train, metrics = step(train, batch)."
     )
 
 
@@ -122,23 +123,23 @@ def inside_jit() -> InputError:
 
 def plan_mismatch(what: str, planned: Any, got: Any) -> InputError:
     return InputError(
-        f"plan= was made for {what} {planned}, this run has {got}. Make a plan for this "
-        "run, or leave plan= out."
+        f"plan= was made for {what} {planned}, this run has {got}. Make a plan for "
+        "this run, or leave plan= out."
     )
 
 
 def non_finite(step: int, what: str, rows: str) -> NonFiniteError:
     return NonFiniteError(
-        f"step {step}: {what}{rows}. Nothing was updated. Look at those rows, lower the "
-        'learning rate, or pass nonfinite="skip" to leave such batches out.'
+        f"step {step}: {what}{rows}. Nothing was updated. Look at those rows, lower "
+        'the learning rate, or pass nonfinite="skip" to leave such batches out.'
     )
 
 
 def no_weight(step: int) -> NonFiniteError:
     return NonFiniteError(
-        f"step {step}: the weights of the global batch add up to 0, so there is no mean "
-        "to take. Nothing was updated. Check example_weights and the Mean's weight, or "
-        'pass nonfinite="skip" to leave such batches out.'
+        f"step {step}: the weights of the global batch add up to 0, so there is no "
+        "mean to take. Nothing was updated. Check example_weights and the Mean's "
+        'weight, or pass nonfinite="skip" to leave such batches out.'
     )
 
 
@@ -154,8 +155,8 @@ def out_of_memory(where: str, plan: str, error: BaseException) -> StepError:
     first = str(error).splitlines()[0] if str(error) else repr(error)
     return StepError(
         f"the device ran out of memory in {where} ({plan}). What was trained is in the "
-        "error's .result. Free memory on the device, or pass a smaller memory_limit= or "
-        f"microbatch=. The device said: {first}"
+        "error's .result. Free memory on the device, or pass a smaller memory_limit= "
+        f"or microbatch=. The device said: {first}"
     )
 
 

@@ -11,8 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors
-from .._accumulate import Cut, Pass, float32_products
+from .._accumulate import Cut, Passes, wide_products
 from .._plan import (
+    COMPILED,
+    NO_FIGURES,
+    OUT_OF_MEMORY,
+    REMEMBERED,
     Found,
     Limit,
     Measurement,
@@ -38,7 +42,7 @@ class Ready:
 
     plan: Plan
     cut: Cut
-    traced: Pass
+    traced: Passes
     builder: Builder
     accumulate: Program
     weigh: Program | None
@@ -74,18 +78,13 @@ class Planner:
         self._builder = builder
         self._rows = rows
         self._own_bytes = own_bytes
-        self._traced: dict[int, Pass] = {}
+        self._traced: dict[int, Passes] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="eqaccum-compile")
         self._others: dict[str, Future[Program]] = {}
 
     def make(self) -> Ready:
         """Plans, and returns the programs of the chosen number of passes."""
-        settings = self._builder.settings
-        limit = read_limit(
-            settings.memory_limit,
-            settings.placement.devices,
-            own_bytes=self._own_bytes,
-        )
+        limit = self._limit()
         try:
             found = self._choose(limit)
             ready = self._ready(found, limit)
@@ -97,27 +96,47 @@ class Planner:
         self._tell(ready)
         return ready
 
-    def _choose(self, limit: Limit) -> Found:
+    @property
+    def _pinned(self) -> int | None:
+        """The microbatch that was asked for, None where the largest is searched."""
         settings = self._builder.settings
-        rows, devices = self._rows, settings.placement.size
         if settings.plan is not None:
-            microbatch = settings.plan.microbatch
-        elif settings.microbatch == "largest":
-            return search(
+            return settings.plan.microbatch
+        if isinstance(settings.microbatch, str):
+            return None
+        return int(settings.microbatch)
+
+    def _limit(self) -> Limit | None:
+        settings = self._builder.settings
+        try:
+            return read_limit(
+                settings.memory_limit,
+                settings.placement.devices,
+                own_bytes=self._own_bytes,
+            )
+        except _errors.CannotTell:
+            if self._pinned is None:
+                raise
+            return None  # nothing to compare a pinned size with
+
+    def _choose(self, limit: Limit | None) -> Found:
+        rows, devices = self._rows, self._builder.settings.placement.size
+        if self._pinned is not None:
+            return pinned(
                 self._measure,
                 rows=rows,
                 devices=devices,
-                limit=limit.bytes,
-                divisor=bool(self._batch_norms),
+                microbatch=self._pinned,
+                limit=limit,
             )
-        else:
-            microbatch = int(settings.microbatch)
-        return pinned(
+        assert limit is not None
+        return search(
             self._measure,
             rows=rows,
             devices=devices,
-            microbatch=microbatch,
-            limit=limit,
+            limit=limit.bytes,
+            limit_source=limit.source,
+            divisor=bool(self._batch_norms),
         )
 
     # --- one measurement ----------------------------------------------------------
@@ -129,23 +148,26 @@ class Planner:
         lowered = self._builder.accumulate(traced, cut)
         self._start_others(traced)
         sizes = self._sizes(traced)
-        fixed = self._resident(sizes, cut)
+        parts = self._parts(sizes, 2 * self._batch_bytes(sizes, cut))
+        fixed = parts.total
         if lowered.key in _measured and not lowered.kept:
             need = self._with_others(_measured[lowered.key], traced, sizes, cut)
-            return Measurement(need, fixed, 0.0, "remembered", lowered)
+            known = parts if need is None else parts.with_total(need)
+            return Measurement(need, fixed, 0.0, REMEMBERED, lowered, parts=known)
         try:
             program = lowered.compile()
         except CompileOutOfMemory:
-            return Measurement(
-                None, fixed, 0.0, "out of memory while compiling", fits=False
-            )
+            return Measurement(None, fixed, 0.0, OUT_OF_MEMORY, fits=False, parts=parts)
         _measured[lowered.key] = program.bytes
         need = self._with_others(program.bytes, traced, sizes, cut)
-        note = "remembered" if lowered.kept else "compiled"
+        known = parts if need is None else parts.with_total(need)
+        note = REMEMBERED if lowered.kept else COMPILED
+        if need is None:
+            note = NO_FIGURES
         seconds = 0.0 if lowered.kept else program.seconds
-        return Measurement(need, fixed, seconds, note, program)
+        return Measurement(need, fixed, seconds, note, program, parts=known)
 
-    def _start_others(self, traced: Pass) -> None:
+    def _start_others(self, traced: Passes) -> None:
         """Finish and update compile in a thread while probes trace and compile."""
         if self._others:
             return
@@ -153,7 +175,7 @@ class Planner:
             self._others[lowered.name] = self._pool.submit(lowered.compile)
 
     def _with_others(
-        self, accumulate: int | None, traced: Pass, sizes: Sizes, cut: Cut
+        self, accumulate: int | None, traced: Passes, sizes: Sizes, cut: Cut
     ) -> int | None:
         """The largest of the three programs with what is resident beside each."""
         finish = self._others["finish"].result()
@@ -165,16 +187,16 @@ class Planner:
         read = _bytes_of(jax.tree.leaves(self._builder.penalty_arguments))
         scratch = 0
         if self._builder.settings.placement.backend == "cpu":
-            scratch = conv_scratch(traced.gradient.jaxpr)
+            scratch = max(conv_scratch(jaxpr) for jaxpr in traced.jaxprs)
         return max(
             accumulate + scratch + sizes.optimizer + rows // 2,
             finish.bytes + sizes.optimizer + model - read + rows,
             update.bytes + sizes.frozen + 2 * sizes.state + rows,
         )
 
-    def _sizes(self, traced: Pass) -> Sizes:
+    def _sizes(self, traced: Passes) -> Sizes:
         skeleton = self._builder.skeleton
-        captured = [*traced.gradient.captured, *skeleton.loss_arrays]
+        captured = [*traced.captured, *skeleton.loss_arrays]
         penalty = self._builder.penalty
         if penalty is not None:
             captured += penalty.captured
@@ -195,10 +217,6 @@ class Planner:
     def _batch_bytes(self, sizes: Sizes, cut: Cut) -> int:
         return sizes.row * cut.capacity // cut.devices
 
-    def _resident(self, sizes: Sizes, cut: Cut) -> int:
-        batch = 2 * self._batch_bytes(sizes, cut)
-        return sum(self._parts(sizes, batch).named().values())
-
     def _parts(self, sizes: Sizes, batch: int) -> Parts:
         return Parts(
             parameters=sizes.parameters,
@@ -211,7 +229,7 @@ class Planner:
 
     # --- the chosen one -----------------------------------------------------------
 
-    def _ready(self, found: Found, limit: Limit) -> Ready:
+    def _ready(self, found: Found, limit: Limit | None) -> Ready:
         k = found.num_microbatches
         cut = self._builder.cut(k, self._rows)
         traced = self._traced[k]
@@ -232,11 +250,14 @@ class Planner:
             self._others["update"].result(),
         )
 
-    def _plan(self, found: Found, limit: Limit, cut: Cut, traced: Pass) -> Plan:
+            return Measurement(
+                None, fixed, 0.0, OUT_OF_MEMORY, fits=False, parts=parts
+            )
+        self, found: Found, limit: Limit | None, cut: Cut, traced: Passes
+    ) -> Plan:
         settings = self._builder.settings
-        sizes = self._sizes(traced)
-        parts = self._parts(sizes, 2 * self._batch_bytes(sizes, cut))
-        need = found.measurement.bytes
+        parts = found.measurement.parts
+        assert parts is not None
         backend = settings.placement.backend
         device = settings.placement.devices[0].device_kind
         return Plan(
@@ -244,10 +265,10 @@ class Planner:
             devices=cut.devices,
             num_microbatches=cut.num_microbatches,
             microbatch=cut.microbatch,
-            predicted_bytes=need,
-            limit_bytes=limit.bytes,
-            limit_source=limit.source,
-            parts=parts if need is None else parts.with_total(need),
+            predicted_bytes=found.measurement.bytes,
+            limit_bytes=None if limit is None else limit.bytes,
+            limit_source="unknown" if limit is None else limit.source,
+            parts=parts,
             probes=found.probes,
             source=(
                 f"memory_analysis() of the compiled programs on {backend} ({device}); "
@@ -260,7 +281,7 @@ class Planner:
     def _batch_norms(self) -> list[str]:
         return self._builder.batch_norms
 
-    def _notes(self, traced: Pass, cut: Cut) -> list[str]:
+    def _notes(self, traced: Passes, cut: Cut) -> list[str]:
         notes = []
         if self._batch_norms and cut.num_microbatches > 1:
             notes.append(
@@ -277,7 +298,7 @@ class Planner:
             )
         dtype = self._builder.settings.compute_dtype
         if dtype is not None:
-            wide = float32_products(traced, jnp.dtype(dtype))
+            wide = wide_products(traced, jnp.dtype(dtype))
             if wide:
                 notes.append(
                     f"{len(wide)} products ({', '.join(sorted(set(wide)))}) are not in "

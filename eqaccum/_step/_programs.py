@@ -23,14 +23,12 @@ from .._accumulate import (
     Cut,
     LossSpec,
     Options,
-    Pass,
+    Passes,
     PassInputs,
     PassOutputs,
-    accumulate,
     finish_aux,
     hoist,
-    trace_pass,
-    weigh,
+    trace_additive,
 )
 from .._data import Layout
 from .._mesh import DATA
@@ -79,7 +77,7 @@ class Builder:
         n = -(-rows // (devices * num_microbatches))
         return Cut(num_microbatches, n, devices, DATA)
 
-    def trace(self, cut: Cut) -> Pass:
+    def trace(self, cut: Cut) -> Passes:
         """The pass of one microbatch; the user's loss runs under trace here."""
         settings, skeleton = self.settings, self.skeleton
         spec = LossSpec(
@@ -105,7 +103,7 @@ class Builder:
             key,
             [],
         )
-        return trace_pass(
+        return trace_additive(
             spec,
             settings.loss,
             inputs,
@@ -140,7 +138,7 @@ class Builder:
             jax.ShapeDtypeStruct((), jnp.int32) if bounded else None,
         )
 
-    def accumulate(self, pass_: Pass, cut: Cut, *, bounded: bool = False) -> Lowered:
+    def accumulate(self, pass_: Passes, cut: Cut, *, bounded: bool = False) -> Lowered:
         """(captured, arguments, state, batch, ratios, accumulator) -> sums."""
 
         def program(
@@ -152,8 +150,7 @@ class Builder:
             accumulator: list[Array],
         ) -> tuple[list[Array], PassOutputs]:
             del accumulator  # donated: the sums are written into it
-            sums = accumulate(
-                pass_,
+            sums = pass_.accumulate(
                 cut,
                 captured=captured,
                 arguments=arguments,
@@ -169,7 +166,7 @@ class Builder:
         mapped = self._mapped(program, batch, more=2, out=(_WHOLE, outputs))
         args = self._placed(
             (
-                structs(pass_.gradient.captured),
+                structs(pass_.captured),
                 self.arguments,
                 self.skeleton.state_structs,
                 batch,
@@ -180,7 +177,7 @@ class Builder:
         )
         return self._lower("accumulate", mapped.fn, args, donate=(5,))
 
-    def weigh(self, pass_: Pass, cut: Cut, *, bounded: bool = False) -> Lowered:
+    def weigh(self, pass_: Passes, cut: Cut, *, bounded: bool = False) -> Lowered:
         """(captured, arguments, state, batch) -> each `Mean`'s ratio to the first."""
 
         def program(
@@ -189,8 +186,7 @@ class Builder:
             state: list[Array],
             batch: Batch,
         ) -> list[Array]:
-            weights = weigh(
-                pass_,
+            weights = pass_.weigh(
                 cut,
                 captured=captured,
                 arguments=arguments,
@@ -206,7 +202,7 @@ class Builder:
         mapped = self._mapped(program, batch, more=0, out=_WHOLE)
         args = self._placed(
             (
-                structs(pass_.gradient.captured),
+                structs(pass_.captured),
                 self.arguments,
                 self.skeleton.state_structs,
                 batch,
@@ -215,12 +211,12 @@ class Builder:
         )
         return self._lower("weigh", mapped.fn, args)
 
-    def ratios(self, pass_: Pass) -> list[jax.ShapeDtypeStruct]:
+    def ratios(self, pass_: Passes) -> list[jax.ShapeDtypeStruct]:
         return list(pass_.outputs.totals) if pass_.num_terms > 1 else []
 
     # --- finish -------------------------------------------------------------------
 
-    def finish(self, pass_: Pass) -> Lowered:
+    def finish(self, pass_: Passes) -> Lowered:
         """(captured, parameters, sums to become the gradient, others, ...) -> finished.
 
         `captured` are the arrays that the penalty captured, `parameters` those that it
@@ -264,7 +260,7 @@ class Builder:
         placed = self._placed(args, (_WHOLE,) * 6)
         return self._lower("finish", mapped, placed, donate=(2,))
 
-    def reusable(self, pass_: Pass) -> list[bool]:
+    def reusable(self, pass_: Passes) -> list[bool]:
         """Which sums have the parameter's dtype and so can become the gradient."""
         return [
             parameter.dtype == total.dtype
@@ -300,12 +296,12 @@ class Builder:
         hoisted = hoist(closed)
         return Penalty(hoisted.jaxpr, hoisted.consts)
 
-    def loss_dtype(self, pass_: Pass) -> Any:
+    def loss_dtype(self, pass_: Passes) -> Any:
         return jnp.result_type(*[s.dtype for s in pass_.outputs.totals])
 
     # --- update -------------------------------------------------------------------
 
-    def update(self, pass_: Pass) -> Lowered:
+    def update(self, pass_: Passes) -> Lowered:
         """(trainable, optimizer state, gradient, loss, penalty) -> the first two."""
         model, opt = self.skeleton.model, self.opt_partition
 
@@ -415,7 +411,7 @@ class Penalty:
 
 def _finish(
     builder: Builder,
-    pass_: Pass,
+    pass_: Passes,
     penalty: Counted | None,
     sums: list[Array],
     outputs: PassOutputs,

@@ -211,7 +211,7 @@ class Step:
         full = placed.passes >= cut.num_microbatches or cut.num_microbatches == 1
         programs = ready if full else tail_programs(ready)
         bound = None if full else np.asarray(placed.passes, np.int32)
-        captured = [self._on_device(c) for c in ready.traced.gradient.captured]
+        captured = [self._on_device(c) for c in ready.traced.captured]
         arguments = Arguments(
             train.trainable_leaves,
             train.frozen_leaves,

@@ -1,0 +1,181 @@
+"""Losses that are sums over examples: each pass adds its own gradient."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, UInt32
+
+from . import _keys
+from ._conv import channels_last
+from ._jaxpr import walk
+from ._records import (
+    Arguments,
+    Batch,
+    Cut,
+    Passes,
+    PassInputs,
+    PassOutputs,
+    Sums,
+)
+from ._scan import run
+from ._trace import LossSpec, Traced, gradient_of, trace, trace_forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdditivePasses(Passes):
+    """Passes of an additive loss: its forward jaxpr and its gradient's.
+
+    `gradient` returns (gradients in the accumulator's dtype, `PassOutputs`).
+    """
+
+    forward: Traced
+    gradient: Traced
+
+    def accumulate(
+        self,
+        cut: Cut,
+        *,
+        captured: list[Array],
+        arguments: Arguments,
+        state: list[Array],
+        batch: Batch,
+        ratios: list[Array],
+    ) -> Sums:
+        keys = split_keys(batch)
+
+        def one(
+            k: Int[Array, ""] | int,
+            rows: list[Array],
+            weights: Array,
+            state: list[Array],
+        ) -> Sums:
+            inputs = PassInputs(
+                arguments,
+                state,
+                rows,
+                weights,
+                positions(cut, k),
+                keys[0],
+                keys[1],
+                ratios,
+            )
+            return Sums(*self.gradient(captured, inputs))
+
+        return run(one, cut, batch, self._zeros(state))
+
+    def weigh(
+        self,
+        cut: Cut,
+        *,
+        captured: list[Array],
+        arguments: Arguments,
+        state: list[Array],
+        batch: Batch,
+    ) -> list[Array]:
+        keys = split_keys(batch)
+        first = len(captured) - len(self.forward.captured)
+
+        def one(
+            k: Int[Array, ""] | int,
+            rows: list[Array],
+            weights: Array,
+            state: list[Array],
+        ) -> Sums:
+            at = positions(cut, k)
+            inputs = PassInputs(
+                arguments, state, rows, weights, at, keys[0], keys[1], []
+            )
+            out = self.forward(captured[first:], inputs)
+            return Sums([], PassOutputs([], out.weights, [], [], []))
+
+        start = zeros(self.outputs.weights)
+        return run(
+            one, cut, batch, Sums([], PassOutputs([], start, [], [], []))
+        ).outputs.weights
+
+    def _zeros(self, state: list[Array]) -> Sums:
+        out = self.outputs
+        return Sums(
+            zeros(self.gradient_structs),
+            PassOutputs(
+                zeros(out.totals), zeros(out.weights), state, zeros(out.aux_sums), []
+            ),
+        )
+
+
+def trace_additive(
+    spec: LossSpec,
+    loss: Any,
+    inputs: PassInputs,
+    *,
+    axis_env: list[tuple[str, int]],
+    rewrite_convolutions: bool,
+) -> AdditivePasses:
+    """Traces a pass on structs.
+
+    **Arguments:**
+
+    - `spec`: the static description of model, loss and data.
+    - `loss`: the user's loss; its arrays are replaced by `inputs.arguments.loss`.
+    - `inputs`: structs; `ratios` is filled in here.
+    - `axis_env`: mesh axes in scope, as `(name, size)`.
+    - `rewrite_convolutions`: channels-last convolutions, for loops on CPU.
+    """
+    forward, outputs, aux_spec, left = trace_forward(
+        spec, loss, inputs, axis_env=axis_env
+    )
+    ratios = list(outputs.totals) if len(outputs.totals) > 1 else []
+    inputs = eqx.tree_at(lambda i: i.ratios, inputs, ratios)
+    gradient, shapes, more = trace(
+        gradient_of(forward), list(forward.captured), inputs, axis_env=axis_env
+    )
+    if rewrite_convolutions:
+        rewritten = channels_last(gradient.jaxpr)
+        gradient = Traced(rewritten, gradient.captured, gradient.out_tree)
+    return AdditivePasses(
+        parameters=inputs.arguments.trainable,
+        gradient_structs=shapes[0],
+        outputs=outputs,
+        aux_spec=aux_spec,
+        captured=gradient.captured,
+        jaxprs=(gradient.jaxpr,),
+        left=left + more,
+        forward=forward,
+        gradient=gradient,
+    )
+
+
+def wide_products(passes: Passes, dtype: Any) -> list[str]:
+    """Products that a narrower `compute_dtype` did not reach, by name."""
+    wide = []
+    for eqn in (eqn for jaxpr in passes.jaxprs for eqn in walk(jaxpr)):
+        if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
+            continue
+        dtypes = {v.aval.dtype for v in eqn.invars}  # type: ignore[attr-defined]
+        if any(jnp.issubdtype(d, jnp.floating) and d != dtype for d in dtypes):
+            wide.append(eqn.primitive.name)
+    return wide
+
+
+def zeros(structs: list[Any]) -> list[Array]:
+    return [jnp.zeros(s.shape, s.dtype) for s in structs]
+
+
+def split_keys(
+    batch: Batch,
+) -> tuple[UInt32[Array, "2"] | None, UInt32[Array, "2"] | None]:
+    """The batch's rows' key and its shared key, as key data."""
+    if batch.key is None:
+        return None, None
+    rows, shared = _keys.batch_keys(batch.key, batch.batch_index)
+    return jax.random.key_data(rows), jax.random.key_data(shared)
+
+
+def positions(cut: Cut, k: Int[Array, ""] | int) -> Int[Array, "n"]:
+    """The positions in the global batch of the rows of pass k on this device."""
+    device = 0 if cut.axis_name is None else jax.lax.axis_index(cut.axis_name)
+    first = (k * cut.devices + device) * cut.microbatch
+    return first + jnp.arange(cut.microbatch, dtype=jnp.int32)

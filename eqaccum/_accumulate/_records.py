@@ -1,0 +1,134 @@
+"""The records that pass between a loss's form, the loop over passes and the step."""
+
+import abc
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import Array
+
+from ._aux import AuxSpec
+from ._jaxpr import Left
+
+
+class Arguments(eqx.Module):
+    """The arrays of a pass that are the same for all rows."""
+
+    trainable: list[Any]
+    frozen: list[Any]
+    loss: list[Any]
+    whole: list[Any]
+
+
+class Batch(eqx.Module):
+    """A global batch as the program takes it: slot (k D + d) n + j on device d.
+
+    `rows` have shape (K, n, ...) on each device and `weights` (K, n). `key` and
+    `batch_index` give the keys; `bound` is the number of passes to run, None for all.
+    """
+
+    rows: list[Any]
+    weights: Any
+    key: Any
+    batch_index: Any
+    bound: Any
+
+
+class PassInputs(eqx.Module):
+    """All arrays of one pass. `ratios` are there for a sum of several `Mean`s only."""
+
+    arguments: Arguments
+    state: list[Any]
+    rows: list[Any]
+    weights: Any  # (n,) float32
+    positions: Any  # (n,) int32, in the global batch
+    rows_key: Any  # key data, or None
+    shared_key: Any
+    ratios: list[Any]
+
+
+class PassOutputs(eqx.Module):
+    """What one pass adds up (totals, weights, sums), carries on and lays down."""
+
+    totals: list[Any]
+    weights: list[Any]
+    state: list[Any]
+    aux_sums: list[Any]
+    aux_rows: list[Any]
+
+
+class Sums(eqx.Module):
+    """What the passes of a global batch add up to."""
+
+    gradients: list[Any]
+    outputs: PassOutputs
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the global batch is cut: K passes of n rows on each of D devices."""
+
+    num_microbatches: int
+    microbatch: int
+    devices: int
+    axis_name: str | None  # of the devices; None outside of a mesh
+
+    @property
+    def capacity(self) -> int:
+        """Slots for rows, those of padding included."""
+        return self.num_microbatches * self.devices * self.microbatch
+
+    def passes(self, last: int) -> int:
+        """Passes to run so that the slots below `last` are covered."""
+        return -(-last // (self.devices * self.microbatch))
+
+
+@dataclass(frozen=True)
+class Passes(abc.ABC):
+    """A loss's form, traced: what the step knows of it, and how its passes add up.
+
+    `outputs` and the lists are structs. `captured` are the arrays that the loss
+    captured, to be passed as arguments; `jaxprs` are for reading only.
+    """
+
+    parameters: list[jax.ShapeDtypeStruct]
+    gradient_structs: list[jax.ShapeDtypeStruct]
+    outputs: PassOutputs
+    aux_spec: AuxSpec
+    captured: tuple[Any, ...]
+    jaxprs: tuple[Any, ...]
+    left: tuple[Left, ...]
+
+    # Whether passes that hold only padding may be left out.
+    ends_early: bool = True
+
+    @property
+    def num_terms(self) -> int:
+        """How many `Mean`s the loss adds up."""
+        return len(self.outputs.totals)
+
+    @abc.abstractmethod
+    def accumulate(
+        self,
+        cut: Cut,
+        *,
+        captured: list[Array],
+        arguments: Arguments,
+        state: list[Array],
+        batch: Batch,
+        ratios: list[Array],
+    ) -> Sums:
+        """Runs all passes and adds up; inside the program, on one device's rows."""
+
+    @abc.abstractmethod
+    def weigh(
+        self,
+        cut: Cut,
+        *,
+        captured: list[Array],
+        arguments: Arguments,
+        state: list[Array],
+        batch: Batch,
+    ) -> list[Array]:
+        """The weight of each `Mean` over this device's rows, and nothing else."""
