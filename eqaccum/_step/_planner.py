@@ -250,9 +250,7 @@ class Planner:
             self._others["update"].result(),
         )
 
-            return Measurement(
-                None, fixed, 0.0, OUT_OF_MEMORY, fits=False, parts=parts
-            )
+    def _plan(
         self, found: Found, limit: Limit | None, cut: Cut, traced: Passes
     ) -> Plan:
         settings = self._builder.settings
