@@ -6,6 +6,10 @@ look next, never what fits.
 
 from dataclasses import dataclass
 
+# While only one look at several passes is known, memory may grow this much more slowly
+# than any line through the other figures says: one pass can be the dearer program.
+_DOUBT = 0.6
+
 
 @dataclass(frozen=True)
 class Point:
@@ -31,13 +35,17 @@ class Line:
     def at(self, microbatch: int) -> float:
         """The bytes to expect."""
         near = self._nearest(microbatch)
-        slopes = self._slopes(near, microbatch)
-        return near.bytes + slopes[0] * (microbatch - near.microbatch)
+        slope = self._measured_slope(near, microbatch)
+        if slope is None:
+            slope = self._other_slopes(near)[0]
+        return near.bytes + slope * (microbatch - near.microbatch)
 
     def at_least(self, microbatch: int) -> float:
         """The bytes below which it would be a surprise; above the nearest look."""
         near = self._nearest(microbatch)
-        slope = min(self._slopes(near, microbatch))
+        slope = self._measured_slope(near, microbatch)
+        if slope is None:
+            slope = _DOUBT * min(self._other_slopes(near))
         return near.bytes + slope * (microbatch - near.microbatch)
 
     def _nearest(self, microbatch: int) -> Point:
@@ -45,17 +53,20 @@ class Line:
         several = [p for p in self.points if not p.whole] or list(self.points)
         return min(several, key=lambda p: abs(p.microbatch - microbatch))
 
-    def _slopes(self, near: Point, microbatch: int) -> list[float]:
-        """Bytes per example, the best guess first."""
+    def _measured_slope(self, near: Point, microbatch: int) -> float | None:
+        """Bytes per example between the two nearest looks at several passes."""
         several = [p for p in self.points if not p.whole and p is not near]
+        if near.whole or not several:
+            return None
+        other = min(several, key=lambda p: abs(p.microbatch - microbatch))
+        slope = _slope(near, other)
+        return slope if slope > 0 else None
+
+    def _other_slopes(self, near: Point) -> list[float]:
+        """Towards one pass, and towards the fixed bytes; the better guess first."""
         whole = [p for p in self.points if p.whole and p is not near]
-        if several and not near.whole:
-            other = min(several, key=lambda p: abs(p.microbatch - microbatch))
-            slope = _slope(near, other)
-            if slope > 0:
-                return [slope]
-        through_fixed = max(0.0, (near.bytes - self.fixed) / near.microbatch)
         slopes = [_slope(near, other) for other in whole]
+        through_fixed = max(0.0, (near.bytes - self.fixed) / near.microbatch)
         return [slope for slope in slopes if slope > 0] + [through_fixed]
 
 

@@ -19,9 +19,10 @@ from ._record import Parts, Probe, advise
 # The next larger size is compiled, as a proof, unless the line puts it this far above
 # the limit.
 _DOUBT = 1.05
-# Looks after which the line is no longer believed, and each further one at least halves
-# what is left.
-_TRUST = 5
+# Looks after which the line is helped on: nothing fits yet, so the passes at least
+# double; or something fits, so what is left is halved.
+_DOUBLE_AFTER = 5
+_HALVE_AFTER = 10
 
 
 @dataclass(frozen=True)
@@ -127,23 +128,22 @@ def pinned(
     if isinstance(microbatch, bool) or microbatch < 1:
         raise _errors.bad_microbatch(microbatch)
     num_microbatches = -(-rows // (devices * microbatch))
-    most = 0 if limit is None else limit.bytes
-    looks = _Looks(measure, rows, devices, most)
-    looks.at(num_microbatches)
-    found = looks.found(num_microbatches)
-    ran_out = found.measurement.fits is False
-    over = limit is not None and found.measurement.within(limit.bytes) is False
+    size = -(-rows // (devices * num_microbatches))
+    measurement = measure(num_microbatches)
+    ran_out = measurement.fits is False
+    over = limit is not None and measurement.within(limit.bytes) is False
     if ran_out or over:
-        text = _errors.pinned_over_limit(
-            microbatch=found.microbatch,
-            needed=_needed(found.measurement),
-            limit="unknown" if limit is None else _limit_text(most, limit.source),
-            remedies=_remedies(found.measurement.parts),
+        error = _errors.pinned_over_limit(
+            microbatch=size,
+            needed=_needed(measurement),
+            limit=_limit_text(limit.bytes, limit.source) if limit else "unknown",
+            remedies=_remedies(measurement.parts),
         )
         if ran_out or (limit is not None and limit.given):
-            raise text
-        _errors.warn(str(text))
-    return found
+            raise error
+        _errors.warn(str(error))
+    probe = _probe(num_microbatches, size, measurement)
+    return Found(num_microbatches, size, measurement, (probe,))
 
 
 def distinct_passes(rows: int) -> list[int]:
@@ -164,20 +164,21 @@ class _Looks:
 
     def __init__(self, measure: Measure, rows: int, devices: int, limit: int) -> None:
         self._measure = measure
-        self._rows, self._devices, self._limit = rows, devices, limit
+        self._rows, self._devices = rows, devices
+        self.limit = limit
         self.seen: dict[int, Measurement] = {}
 
     def at(self, num_microbatches: int) -> bool | None:
         """Looks, once: whether that many passes fit."""
         if num_microbatches not in self.seen:
             new = self._measure(num_microbatches)
-            if new.within(self._limit):
+            if new.within(self.limit):
                 # At most one program lives on: that of the latest size that fits.
                 self.seen = {k: replace(m, program=None) for k, m in self.seen.items()}
-            elif self._limit:
+            else:
                 new = replace(new, program=None)
             self.seen[num_microbatches] = new
-        return self.seen[num_microbatches].within(self._limit)
+        return self.seen[num_microbatches].within(self.limit)
 
     def microbatch(self, num_microbatches: int) -> int:
         return -(-self._rows // (self._devices * num_microbatches))
@@ -196,14 +197,15 @@ class _Looks:
         return Line(tuple(points), fixed)
 
     def found(self, num_microbatches: int) -> Found:
-        probes = tuple(
-            Probe(k, self.microbatch(k), m.bytes, m.seconds, m.note)
-            for k, m in self.seen.items()
-        )
+        probes = tuple(_probe(k, self.microbatch(k), m) for k, m in self.seen.items())
         chosen = self.seen[num_microbatches]
         return Found(
             num_microbatches, self.microbatch(num_microbatches), chosen, probes
         )
+
+
+def _probe(num_microbatches: int, microbatch: int, found: Measurement) -> Probe:
+    return Probe(num_microbatches, microbatch, found.bytes, found.seconds, found.note)
 
 
 # Choosing where to look
@@ -244,25 +246,25 @@ def _further(looks: _Looks, passes: list[int], failed: int) -> int | None:
     if not line.knows or looks.seen[passes[failed]].bytes is None:
         return doubled
     guess = _predicted(looks, passes, failed + 1, line)
-    return max(guess, doubled) if len(looks.seen) >= _TRUST else guess
+    return max(guess, doubled) if len(looks.seen) >= _DOUBLE_AFTER else guess
 
 
 def _between(looks: _Looks, passes: list[int], failed: int, fits: int) -> int | None:
     """Where to look next for fewer passes than those that fit, if anywhere."""
     if fits - failed <= 1:
         return None
-    line, limit = looks.line(), looks._limit
+    line, limit = looks.line(), looks.limit
     nearest = line.at_least(looks.microbatch(passes[fits - 1]))
     if nearest > _DOUBT * limit:
         return None
-    if len(looks.seen) >= _TRUST:
+    if len(looks.seen) >= _HALVE_AFTER:
         return (failed + fits) // 2
     return min(_predicted(looks, passes, failed + 1, line), fits - 1)
 
 
 def _predicted(looks: _Looks, passes: list[int], start: int, line: Line) -> int:
     """The first candidate that the line puts within the limit, else the last one."""
-    return _first(passes, start, lambda k: line.at(looks.microbatch(k)) <= looks._limit)
+    return _first(passes, start, lambda k: line.at(looks.microbatch(k)) <= looks.limit)
 
 
 def _first(passes: list[int], start: int, holds: Callable[[int], bool]) -> int:
