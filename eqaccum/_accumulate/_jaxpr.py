@@ -7,7 +7,7 @@ memory analysis of the program shows it. `hoist` turns every one into an input.
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -85,6 +85,16 @@ def map_subjaxprs(eqn: JaxprEqn, fn: Callable[[AnyJaxpr], AnyJaxpr]) -> JaxprEqn
 
     params = {name: visit(value) for name, value in eqn.params.items()}
     return eqn.replace(params=params) if changed else eqn
+
+
+@cache
+def plain_jit_params() -> dict[str, Any]:
+    """The parameters of a `jit` with one input and one output, nothing said of either.
+
+    What an unstated sharding or layout looks like is JAX's own business: it is read
+    from an equation of that sort.
+    """
+    return jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].params
 
 
 def hoist(closed: ClosedJaxpr) -> Hoisted:
@@ -256,9 +266,7 @@ def _widen_call(eqn: JaxprEqn, inner: list[_Lifted], scope: _Scope) -> JaxprEqn:
 
 def _widen_jit(eqn: JaxprEqn, inner: list[_Lifted], scope: _Scope) -> JaxprEqn:
     more = len(inner[0].arrays)
-    # What an input without a stated sharding, layout or donation looks like is JAX's
-    # own business: read it from an equation of that sort.
-    plain = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].params
+    plain = plain_jit_params()
     names = ("in_shardings", "in_layouts", "donated_invars")
     params = {
         name: (*plain[name] * more, *eqn.params[name])

@@ -1,3 +1,4 @@
+from ._conv import rewritten_for_running as rewritten_for_running
 from ._data import (
     THE_ARRAY as THE_ARRAY,
     bad_dtype as bad_dtype,
@@ -57,6 +58,9 @@ from ._loss import (
     default_state as default_state,
     default_state_missing as default_state_missing,
     default_target as default_target,
+    embed_results as embed_results,
+    head_ignores_weights as head_ignores_weights,
+    head_results as head_results,
     label_range as label_range,
     loss_arguments as loss_arguments,
     loss_dtype as loss_dtype,
