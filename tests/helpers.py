@@ -1,8 +1,10 @@
 """What several tests share and what is no fixture."""
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +62,19 @@ def run_python(
         text=True,
         timeout=timeout,
     )
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Collects the names of the programs that XLA compiles inside the block."""
+    names: list[str] = []
+
+    def listen(event: str, seconds: float, **more: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(str(more.get("fun_name")))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

@@ -7,7 +7,7 @@ What the device holds beside a program's own arguments is counted where it is pl
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -161,9 +161,8 @@ class Builder:
             return sums.gradients, sums.outputs
 
         batch = self.batch_structs(cut, bounded=bounded)
-        whole: Any = _WHOLE
-        outputs = PassOutputs(whole, whole, whole, whole, cast(Any, _BY_ROWS))
-        mapped = self._mapped(program, batch, more=2, out=(_WHOLE, outputs))
+        out = (_WHOLE, _output_specs(pass_.outputs))
+        mapped = self._mapped(program, batch, more=2, out=out)
         args = self._placed(
             (
                 structs(pass_.captured),
@@ -513,6 +512,12 @@ def _averaged(state: list[Array]) -> list[Array]:
         )
 
     return [average(x) for x in state]
+
+
+def _output_specs(outputs: PassOutputs) -> PassOutputs:
+    whole = (outputs.totals, outputs.weights, outputs.state, outputs.aux_sums)
+    specs = ([_WHOLE] * len(leaves) for leaves in whole)
+    return PassOutputs(*specs, [_BY_ROWS] * len(outputs.aux_rows))
 
 
 def _interleaved(same: list[bool], reused: list[Any], kept: list[Any]) -> list[Any]:

@@ -16,6 +16,7 @@ from .._plan import Plan, is_out_of_memory
 from .._tree import Partition
 from .._types import Metrics, Structure, TrainState
 from . import _optimizer
+from ._compile import keep
 from ._planner import Planner, Ready, tail_programs
 from ._programs import Builder, Finished
 from ._settings import Settings, Skeleton, batch_norms, skeleton
@@ -113,7 +114,9 @@ class Step:
         split = skeleton.model.split(model)
         trainable = place([_strong(leaf) for leaf in split.trainable])
         builder = self._builder(Layout(jax.tree.structure(()), ()))
-        opt_leaves = list(builder.init().compile()(trainable))
+        program = builder.init().compile()
+        keep(program)
+        opt_leaves = list(program(trainable))
         state_leaves: list[Any] = []
         if skeleton.state is not None:
             state_leaves = place(skeleton.state.split(state).frozen)
