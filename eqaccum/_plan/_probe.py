@@ -45,11 +45,9 @@ def program_bytes(analysis: Any, *, backend: str) -> int | None:
     code, peak = (size if isinstance(size, int) else 0 for size in optional)
     argument, output, alias, temp = (fields[name] or 0 for name in _SUMMED)
     total = argument + output - alias + temp
-    if backend not in _HOST_CODE:
-        total += code
     if argument == 0 or total <= 0 or code < 0 or peak < 0:
         return None
-    return max(total, peak)
+    return max(total if backend in _HOST_CODE else total + code, peak)
 
 
 def _size(analysis: Any, name: str) -> int | None:
