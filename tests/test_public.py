@@ -102,7 +102,7 @@ print(*[name for name in "{HEAVY}".split() if name in sys.modules])
 
 
 @pytest.mark.parametrize(
-    "first, loaded", [("", ""), ("import matplotlib", "matplotlib")]
+    "first, loaded", [("", ""), ("import sklearn", "sklearn")]
 )
 def test_import_loads_nothing_heavy(first, loaded):
     done = run_python(first + IMPORT_AND_LIST)
