@@ -5,6 +5,7 @@ result = eqaccum.fit(model, data, global_batch=4096)
 """
 
 from ._accumulate import batched as batched, shared_key as shared_key
+from ._coupled import coupled as coupled
 from ._doors import (
     make_step as make_step,
     plan as plan,

@@ -48,6 +48,10 @@ class Placement:
 
     def place(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """Copies of the leaves on all devices, never sharing the user's memory."""
+        first = self.devices[0]
+        if self.size > 1:
+            # a replicated copy would keep the user's own buffer on the first device
+            leaves = [jax.device_put(leaf, first, may_alias=False) for leaf in leaves]
         return [
             jax.device_put(leaf, self.replicated, may_alias=False) for leaf in leaves
         ]

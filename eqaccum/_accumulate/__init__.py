@@ -1,8 +1,11 @@
 from ._additive import (
-    trace_additive as trace_additive,
+    positions as positions,
+    split_keys as split_keys,
+    trace_passes as trace_passes,
     wide_products as wide_products,
 )
-from ._aux import AuxSpec as AuxSpec, finish_aux as finish_aux
+from ._aux import AuxSpec as AuxSpec, Kind as Kind, finish_aux as finish_aux
+from ._conv import channels_last as channels_last
 from ._defaults import (
     DefaultLoss as DefaultLoss,
     check_labels as check_labels,
@@ -12,20 +15,35 @@ from ._defaults import (
 from ._forms import (
     Batched as Batched,
     Options as Options,
+    SharedKey as SharedKey,
     batched as batched,
     check_arguments as check_arguments,
     check_loss as check_loss,
     shared_key as shared_key,
+    signature_accepts as signature_accepts,
+    state_leaves as state_leaves,
 )
 from ._jaxpr import hoist as hoist, walk as walk
-from ._keys import batch_keys as batch_keys, run_key as run_key
+from ._keys import (
+    batch_keys as batch_keys,
+    example_keys as example_keys,
+    run_key as run_key,
+    wrap_key as wrap_key,
+)
 from ._records import (
     Arguments as Arguments,
     Batch as Batch,
     Cut as Cut,
+    Form as Form,
     Passes as Passes,
     PassInputs as PassInputs,
     PassOutputs as PassOutputs,
     Sums as Sums,
 )
-from ._trace import LossSpec as LossSpec
+from ._trace import (
+    LossSpec as LossSpec,
+    Traced as Traced,
+    model_of as model_of,
+    trace as trace,
+    widened as widened,
+)

@@ -15,6 +15,7 @@ from ._records import (
     Arguments,
     Batch,
     Cut,
+    Form,
     Passes,
     PassInputs,
     PassOutputs,
@@ -104,6 +105,15 @@ class AdditivePasses(Passes):
                 zeros(out.totals), zeros(out.weights), state, zeros(out.aux_sums), []
             ),
         )
+
+
+def trace_passes(
+    spec: LossSpec, loss: Any, inputs: PassInputs, *, rows: int, **options: Any
+) -> Passes:
+    """Traces the passes of a loss of any form; see `trace_additive`."""
+    if isinstance(loss, Form):
+        return loss.trace(spec, inputs, rows=rows, **options)
+    return trace_additive(spec, loss, inputs, **options)
 
 
 def trace_additive(

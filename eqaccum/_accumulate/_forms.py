@@ -14,6 +14,7 @@ from .. import _errors
 from .._tree import Partition
 from .._types import Mean, Means, accumulator_dtype
 from . import _aux
+from ._records import Form
 
 
 class Batched(eqx.Module):
@@ -194,7 +195,7 @@ class _Caller:
         leaves = _aux.read(aux, row_axis=row_axis)
         new_state: list[Array] = []
         if self.state_partition is not None:
-            new_state = self._state_leaves(state)
+            new_state = state_leaves(self.state_partition, self.state, state)
         return _Output(
             [mean.total for mean in means],
             [mean.weight for mean in means],
@@ -220,17 +221,6 @@ class _Caller:
             return out[0], None, out[1]
         return out, None, None
 
-    def _state_leaves(self, state: Any) -> list[Array]:
-        partition = self.state_partition
-        assert partition is not None
-        if jax.tree.structure(state) != partition.treedef:
-            raise _errors.state_structure(partition.treedef, jax.tree.structure(state))
-        new = [jnp.asarray(leaf) for leaf in partition.split(state).frozen]
-        for leaf, old, value in zip(partition.leaves, self.state, new, strict=True):
-            if value.shape != old.shape or value.dtype != old.dtype:
-                raise _errors.state_leaf(leaf.path, old, value)
-        return new
-
     def _explain(self, error: Exception) -> None:
         """Raises the reason behind the error if the loss was written for a batch."""
         if isinstance(error, _errors.EqaccumError) and not isinstance(
@@ -251,14 +241,27 @@ class _Caller:
             raise _errors.written_for_batch(self.loss, error) from error
 
 
+def state_leaves(partition: Partition, old: list[Array], state: Any) -> list[Array]:
+    """The leaves of a state that the user's function returned, checked."""
+    if jax.tree.structure(state) != partition.treedef:
+        raise _errors.state_structure(partition.treedef, jax.tree.structure(state))
+    new = [jnp.asarray(leaf) for leaf in partition.split(state).frozen]
+    for leaf, was, value in zip(partition.leaves, old, new, strict=True):
+        if value.shape != was.shape or value.dtype != was.dtype:
+            raise _errors.state_leaf(leaf.path, was, value)
+    return [value.astype(value.dtype) for value in new]  # no weak types
+
+
 def check_loss(loss: Any) -> None:
     """Refuses what is not a loss of any form."""
-    if not isinstance(loss, Batched | SharedKey) and not callable(loss):
+    if not isinstance(loss, Batched | SharedKey | Form) and not callable(loss):
         raise _errors.loss_not_callable(loss)
 
 
 def check_arguments(loss: Any, *, has_state: bool) -> None:
     """Refuses a loss that cannot be called with the arguments of its form."""
+    if isinstance(loss, Form):
+        return loss.check_arguments(has_state=has_state)
     fn, names = loss, ["model"]
     if has_state:
         names.append("state")
@@ -267,8 +270,13 @@ def check_arguments(loss: Any, *, has_state: bool) -> None:
         fn = fn.fn
     else:
         names += ["example", "key"]
+    signature_accepts(fn, names, has_state=has_state)
+
+
+def signature_accepts(fn: Any, names: list[str], *, has_state: bool) -> None:
+    """Refuses a function that cannot be called with these positional arguments."""
     if isinstance(fn, SharedKey):
-        names.append("step_key")
+        names = [*names, "step_key"]
         fn = fn.fn
     check_loss(fn)
     try:

@@ -50,14 +50,14 @@ def batch_keys(
 
     Without a `batch_index` the key is the batch's own already.
     """
-    key = wrap(key_data)
+    key = wrap_key(key_data)
     if batch_index is not None:
         key = jax.random.fold_in(key, batch_index)
     rows, shared = jax.random.split(key)
     return rows, shared
 
 
-def wrap(data: UInt32[Array, "*n 2"]) -> Key[Array, "*n"]:
+def wrap_key(data: UInt32[Array, "*n 2"]) -> Key[Array, "*n"]:
     return jax.random.wrap_key_data(data, impl=_IMPL)
 
 

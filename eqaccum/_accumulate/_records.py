@@ -132,3 +132,32 @@ class Passes(abc.ABC):
         batch: Batch,
     ) -> list[Array]:
         """The weight of each `Mean` over this device's rows, and nothing else."""
+
+    def check_zero_weights(
+        self, *, captured: list[Array], arguments: Arguments
+    ) -> None:
+        """Refuses a loss that counts rows of weight 0, before such a row is passed.
+
+        An additive loss cannot count them: its rows are multiplied by their weights.
+        """
+        return None
+
+
+class Form(eqx.Module):
+    """A loss whose passes are not those of a sum over examples.
+
+    The step knows forms by this interface alone.
+    """
+
+    @abc.abstractmethod
+    def check_arguments(self, *, has_state: bool) -> None:
+        """Refuses functions that cannot be called with their form's arguments."""
+
+    @abc.abstractmethod
+    def trace(
+        self, spec: Any, inputs: PassInputs, *, rows: int, **options: Any
+    ) -> Passes:
+        """The passes for microbatches as in `inputs`, of a global batch of `rows`.
+
+        `spec` is a `LossSpec`; `options` are those of `trace_additive`.
+        """

@@ -22,7 +22,7 @@ from .._types import accumulator_dtype
 from . import _forms, _keys
 from ._aux import AuxSpec
 from ._jaxpr import Left, hoist
-from ._records import PassInputs, PassOutputs
+from ._records import Arguments, PassInputs, PassOutputs
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Traced:
     captured: tuple[Any, ...]
     out_tree: Any
 
-    def __call__(self, captured: Sequence[Any], inputs: PassInputs) -> Any:
+    def __call__(self, captured: Sequence[Any], inputs: PyTree) -> Any:
         flat = [*captured, *jax.tree.leaves(inputs)]
         out = eval_jaxpr(self.jaxpr.jaxpr, self.jaxpr.consts, *flat)
         return jax.tree.unflatten(self.out_tree, out)
@@ -72,7 +72,7 @@ def trace_forward(
 def trace(
     fn: Callable,
     captured: list[Any],
-    inputs: PassInputs,
+    inputs: PyTree,
     *,
     axis_env: list[tuple[str, int]],
 ) -> tuple[Traced, Any, tuple[Left, ...]]:
@@ -125,14 +125,11 @@ def _power_of_two_near(value: Float[Array, ""]) -> Float[Array, ""]:
 
 def _call_loss(spec: LossSpec, loss: Any, inputs: PassInputs) -> _forms.Terms:
     arguments = inputs.arguments
-    model = spec.model.join(
-        _cast(arguments.trainable, spec.compute_dtype),
-        _cast_frozen(spec.model, arguments.frozen, spec.compute_dtype),
-    )
+    model = model_of(spec, arguments)
     keys = shared = None
     if spec.with_key:
-        keys = _keys.example_keys(_keys.wrap(inputs.rows_key), inputs.positions)
-        shared = _keys.wrap(inputs.shared_key)
+        keys = _keys.example_keys(_keys.wrap_key(inputs.rows_key), inputs.positions)
+        shared = _keys.wrap_key(inputs.shared_key)
 
     def example(leaves: list[Array]) -> PyTree:
         return spec.unflatten(leaves, arguments.whole)
@@ -145,6 +142,14 @@ def _call_loss(spec: LossSpec, loss: Any, inputs: PassInputs) -> _forms.Terms:
         rows,
         options=spec.options,
         state_partition=spec.state,
+    )
+
+
+def model_of(spec: LossSpec, arguments: Arguments) -> PyTree:
+    """The user's model, in `compute_dtype`."""
+    return spec.model.join(
+        _cast(arguments.trainable, spec.compute_dtype),
+        _cast_frozen(spec.model, arguments.frozen, spec.compute_dtype),
     )
 
 

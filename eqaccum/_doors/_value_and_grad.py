@@ -24,7 +24,7 @@ from .._accumulate import (
     check_loss,
     finish_aux,
     run_key,
-    trace_additive,
+    trace_passes,
 )
 from .._data import Layout, read
 from .._tree import Partition, Role, Static, is_array, partition, struct
@@ -164,7 +164,7 @@ def _gradient_program(
         None,
         None,
     )
-    pass_ = _trace(plan, arguments, state, batch)
+    pass_ = _trace(plan, arguments, state, batch, count)
     captured = [jnp.asarray(c) for c in pass_.captured]
     shared: dict[str, Any] = {
         "captured": captured,
@@ -187,7 +187,11 @@ _gradient = jax.jit(_gradient_program, static_argnums=0)
 
 
 def _trace(
-    plan: _GradientPlan, arguments: Arguments, state: list[Array], batch: Slots
+    plan: _GradientPlan,
+    arguments: Arguments,
+    state: list[Array],
+    batch: Slots,
+    count: int,
 ) -> Passes:
     spec = LossSpec(
         model=plan.model,
@@ -210,8 +214,13 @@ def _trace(
         [],
     )
     rewrite = jax.default_backend() == "cpu" and batch.weights.shape[0] > 1
-    return trace_additive(
-        spec, plan.fn.value, inputs, axis_env=[], rewrite_convolutions=rewrite
+    return trace_passes(
+        spec,
+        plan.fn.value,
+        inputs,
+        rows=count,
+        axis_env=[],
+        rewrite_convolutions=rewrite,
     )
 
 

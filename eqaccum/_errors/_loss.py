@@ -330,3 +330,38 @@ def default_output(structure: Any) -> InputError:
     return InputError(
         f"loss=None: the model returned {structure}; expected one array. Pass loss=."
     )
+
+
+# --- coupled losses --------------------------------------------------------------
+
+
+def embed_results(out: Any) -> InputError:
+    return InputError(
+        f"embed returned a {type(out).__name__}; expected a pytree of arrays, and "
+        "(embeddings, state) where state= is given."
+    )
+
+
+def head_results(out: Any, *, has_aux: bool) -> InputError:
+    shape = getattr(out, "shape", None)
+    what = f"an array of shape {shape}" if shape else f"a {type(out).__name__}"
+    expected = "(scalar, aux)" if has_aux else "a float scalar"
+    return InputError(
+        f"the head returned {what}; expected {expected}: the loss of the whole global "
+        "batch, in which the weights are already in."
+    )
+
+
+def head_ignores_weights(first: float, second: float, finite: bool) -> InputError:
+    what = (
+        f"its value moved from {first:.6g} to {second:.6g} when the content of a row "
+        "of weight 0 changed"
+        if finite
+        else "its gradient is not finite where a row has weight 0"
+    )
+    return InputError(
+        f"the head ignores weights: {what}. Rows of weight 0 are copies that fill a "
+        "short batch; leave them out as negatives too (info_nce(..., weights=weights) "
+        "does), or avoid them: drop_remainder=True and a global_batch that all batches "
+        "fill."
+    )

@@ -316,6 +316,8 @@ class _Run:
         batches = self._batches()
         batch = next(batches, None)
         placed = None if batch is None else self._place(batch)
+        if placed is not None and self._may_pad:
+            self.step.check_zero_weights(self.train, placed)
         last = time.perf_counter()
         while placed is not None:
             epoch = placed.batch.epoch
@@ -337,6 +339,16 @@ class _Run:
             if self.length.steps is not None and self.train.step >= self.length.steps:
                 return
             placed = following
+
+    @property
+    def _may_pad(self) -> bool:
+        """Whether some batch of the run can have a row of weight 0."""
+        rows, weights = self.source.rows, self.source.weights
+        if weights is not None and not np.all(weights):
+            return True
+        if self.length.drop_remainder:
+            return False
+        return rows is None or rows % self.rows != 0
 
     def _following(
         self, batches: Iterator[Batch], interrupt: Interrupt

@@ -53,8 +53,12 @@ class Ready:
 
 @dataclass
 class Tail:
-    """The bounded programs for batches that leave passes empty, made when needed."""
+    """What only batches with rows of weight 0 need, made or checked when first seen.
 
+    The bounded programs serve batches that leave whole passes empty.
+    """
+
+    checked: bool = False
     accumulate: Program | None = None
     weigh: Program | None = None
 

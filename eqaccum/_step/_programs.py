@@ -28,7 +28,7 @@ from .._accumulate import (
     PassOutputs,
     finish_aux,
     hoist,
-    trace_additive,
+    trace_passes,
 )
 from .._data import Layout
 from .._mesh import DATA
@@ -103,10 +103,11 @@ class Builder:
             key,
             [],
         )
-        return trace_additive(
+        return trace_passes(
             spec,
             settings.loss,
             inputs,
+            rows=settings.global_batch,
             axis_env=axis_environment(settings.placement),
             rewrite_convolutions=(
                 settings.placement.backend == "cpu" and cut.num_microbatches > 1

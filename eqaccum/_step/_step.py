@@ -31,6 +31,7 @@ class Placed:
     weights: Any
     whole: list[Any]
     passes: int
+    padded: bool  # whether one of its rows has weight 0
     ready: Ready
 
 
@@ -205,22 +206,21 @@ class Step:
         rows = place([leaf.reshape(*shape, *leaf.shape[1:]) for leaf in taken])
         (weights,) = place([laid.weights.reshape(shape)])
         whole = self._whole.of(batch.whole, self._settings.placement.place)
-        return Placed(batch, rows, weights, whole, cut.passes(laid.last), ready)
+        padded = not laid.weights[: self._settings.global_batch].all()
+        passes = cut.passes(laid.last)
+        return Placed(batch, rows, weights, whole, passes, padded, ready)
 
     def launch(self, train: TrainState, placed: Placed) -> Pending:
         """Starts accumulate and finish; returns before they are done."""
         ready = placed.ready
         cut = ready.cut
-        full = placed.passes >= cut.num_microbatches or cut.num_microbatches == 1
+        full = placed.passes >= cut.num_microbatches or not ready.traced.ends_early
         programs = ready if full else tail_programs(ready)
         bound = None if full else np.asarray(placed.passes, np.int32)
         captured = [self._on_device(c) for c in ready.traced.captured]
-        arguments = Arguments(
-            train.trainable_leaves,
-            train.frozen_leaves,
-            [self._on_device(leaf) for leaf in self._described[0].loss_arrays],
-            placed.whole,
-        )
+        arguments = self._arguments(train, placed)
+        if placed.padded:
+            self.check_zero_weights(train, placed)
         batch = Slots(placed.rows, placed.weights, train.key, train.batch_count, bound)
         state = train.state_leaves
         ratios: list[Array] = []
@@ -232,6 +232,25 @@ class Step:
             captured, arguments, state, batch, ratios, accumulator
         )
         return self._finish(train, placed, sums, outputs, ratios)
+
+    def check_zero_weights(self, train: TrainState, placed: Placed) -> None:
+        """Checks, once, that the loss does not count rows of weight 0."""
+        traced = placed.ready.traced
+        if placed.ready.tail.checked:
+            return
+        traced.check_zero_weights(
+            captured=[self._on_device(c) for c in traced.captured],
+            arguments=self._arguments(train, placed),
+        )
+        placed.ready.tail.checked = True
+
+    def _arguments(self, train: TrainState, placed: Placed) -> Arguments:
+        return Arguments(
+            train.trainable_leaves,
+            train.frozen_leaves,
+            [self._on_device(leaf) for leaf in self._described[0].loss_arrays],
+            placed.whole,
+        )
 
     def _finish(
         self,

@@ -1,0 +1,1 @@
+from ._coupled import coupled as coupled
