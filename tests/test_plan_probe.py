@@ -173,6 +173,42 @@ def test_kernel_gradient_holds_the_cotangent_too():
     assert both == (PADDED + 64 * 128 * 128 * 32 * 4) + (PADDED + KERNEL)
 
 
+def test_small_ones_take_blocks_of_the_unfolded_input():
+    unfolded = 2 * 8 * 8 * 9 * 3 * 4
+    assert scratch(conv, (2, 8, 8, 3), (3, 3, 3, 8)) == unfolded
+    assert scratch(conv, (512, 128, 128, 3), (3, 3, 3, 8)) == 20 * MIB
+
+
+def test_strided_input_gradient_holds_the_dilated_cotangent():
+    def input_gradient(x, w, y):
+        return jax.vjp(lambda x: conv(x, w, stride=2), x)[1](y)[0]
+
+    dilated = 64 * 130 * 130 * 32 * 4
+    # Stride 2 pads 128 rows by one; the forward convolution is in the jaxpr too.
+    forward = 64 * 129 * 129 * 16 * 4 + KERNEL
+    got = scratch(input_gradient, X, W, (64, 64, 64, 32))
+    assert got == dilated + 20 * MIB + forward
+
+
+def test_feature_groups_take_padded_and_unfolded_input():
+    x, whole = (2, 16, 16, 64), 2 * 16 * 16 * 64 * 4
+    padded = whole // 256 * 18**2
+
+    def grouped(x, w):
+        return conv(x, w, feature_group_count=x.shape[-1] // w.shape[2])
+
+    kernel = 9 * 16 * 64 * 4
+    assert scratch(grouped, x, (3, 3, 16, 64)) == padded + 9 * whole + kernel
+    assert scratch(grouped, x, (3, 3, 1, 64)) == padded + 9 * 64 * 4
+
+
+def test_many_features_take_the_input_twice():
+    padded = 4 * 10 * 10 * 128 * 4
+    kernel = 9 * 128 * 4
+    assert scratch(conv, (4, 8, 8, 128), (3, 3, 128, 64)) == padded + 64 * kernel
+    assert scratch(conv, (4, 8, 8, 128), (3, 3, 128, 96)) == 2 * padded + 96 * kernel
+
+
 def test_the_two_largest_of_many_in_inner_jaxprs():
     def net(ws, x):
         @jax.jit

@@ -74,13 +74,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 #  - float16 and bfloat16 are computed in float32 copies.
 #  - A small one (at most 16 features), one whose output is larger than its input, or
 #    one with a dilated input (the input's gradient under strides) goes to Eigen, which
-#    holds the dilated input and blocks of 10 to 20 MB.
+#    holds the dilated input and blocks of the unfolded one (2 to 20 MB).
 #  - 3-D holds the input once; 1-D nothing.
 #  - Two convolutions run at the same time in some runs, even on two cores (kernel
 #    gradients of two layers: 100 and 98 of 199 MB; another run 100 of 167).
 _SMALL_FEATURES = 16
 _ONE_BLOCK_FEATURES = 64
 _ONE_BLOCK_PRODUCTS = 576
+_EIGEN_BLOCKS = 20 * 2**20
 
 
 def conv_scratch(jaxpr: ClosedJaxpr | Jaxpr) -> int:
@@ -124,6 +125,8 @@ def _equation_scratch(equation: Any) -> int:
     dilated = any(d != 1 for d in params["lhs_dilation"])
     if len(rows) != 2:
         return padded if len(rows) == 3 else 0
+    groups = params["feature_group_count"]
+    unfolded = batch * math.prod(out_rows) * products * groups * itemsize
     fits_ynnpack = (
         params["batch_group_count"] == 1
         and max(features, out_features) > _SMALL_FEATURES
@@ -132,10 +135,8 @@ def _equation_scratch(equation: Any) -> int:
         and all(k <= i for k, i in zip(kernel, rows, strict=True))
     )
     if not fits_ynnpack:
-        return padded if dilated else 0
+        return (padded if dilated else 0) + min(unfolded, _EIGEN_BLOCKS)
 
-    groups = params["feature_group_count"]
-    unfolded = batch * math.prod(out_rows) * products * groups * itemsize
     has_padding = any(p != (0, 0) for p in map(tuple, params["padding"]))
     has_holes = any(d != 1 for d in params["rhs_dilation"])
     buffer = padded if has_padding or has_holes or groups == features else unfolded
