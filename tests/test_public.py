@@ -101,9 +101,7 @@ print(*[name for name in "{HEAVY}".split() if name in sys.modules])
 """
 
 
-@pytest.mark.parametrize(
-    "first, loaded", [("", ""), ("import sklearn", "sklearn")]
-)
+@pytest.mark.parametrize("first, loaded", [("", ""), ("import sklearn", "sklearn")])
 def test_import_loads_nothing_heavy(first, loaded):
     done = run_python(first + IMPORT_AND_LIST)
     assert (done.returncode, done.stdout.strip()) == (0, loaded), done.stderr
