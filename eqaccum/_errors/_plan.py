@@ -80,6 +80,15 @@ def bad_microbatch(value: object) -> InputError:
     )
 
 
+def bad_cache_switch(value: str) -> InputError:
+    """EQACCUM_CACHE is neither on nor off."""
+    return InputError(
+        f"The environment says EQACCUM_CACHE={value!r}; expected 0 (no, off, false) to "
+        "remember plans in the process only, or 1 (yes, on, true). The folder is "
+        "named by EQACCUM_CACHE_DIR."
+    )
+
+
 def foreign_plan(problem: str) -> InputError:
     """A dict that is no plan of this version."""
     return InputError(

@@ -1,4 +1,11 @@
 from ._bytes import format_bytes as format_bytes, parse_bytes as parse_bytes
+from ._cache import (
+    Cache as Cache,
+    Key as Key,
+    Remembered as Remembered,
+    open_cache as open_cache,
+    program_key as program_key,
+)
 from ._limit import (
     Limit as Limit,
     Readers as Readers,

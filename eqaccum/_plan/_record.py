@@ -155,6 +155,8 @@ class Plan:
     - `probes`: every size that was looked at, in that order.
     - `source`: where the figures come from. A plan is for that backend only.
     - `notes`: what else was decided.
+    - `windows`: pieces in which the rows are fed, more than one where the rows of the
+        global batch do not fit beside the activations.
     """
 
     global_batch: int
@@ -168,6 +170,7 @@ class Plan:
     probes: tuple[Probe, ...]
     source: str
     notes: tuple[str, ...] = ()
+    windows: int = 1
 
     @property
     def compilations(self) -> int:
@@ -188,6 +191,7 @@ class Plan:
         """
         cut = f"{self.num_microbatches} {_plural(self.num_microbatches, 'pass', 'es')}"
         many = f" on {self.devices} devices" if self.devices > 1 else ""
+        many += f" in {self.windows} windows" if self.windows > 1 else ""
         count = self.compilations
         return (
             f"{self.global_batch} = {cut} of {self.microbatch}{many} "
@@ -363,6 +367,7 @@ _PLAN: Checks = {
     "probes": is_list,
     "source": is_text,
     "notes": is_list,
+    "windows": is_size,
 }
 
 
