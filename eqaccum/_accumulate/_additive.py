@@ -6,7 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Int, PyTree, UInt32
 
 from . import _keys
 from ._conv import channels_last
@@ -44,6 +44,7 @@ class AdditivePasses(Passes):
         state: list[Array],
         batch: Batch,
         ratios: list[Array],
+        before: Sums | None = None,
     ) -> Sums:
         keys = split_keys(batch)
 
@@ -58,14 +59,14 @@ class AdditivePasses(Passes):
                 state,
                 rows,
                 weights,
-                positions(cut, k),
+                positions(cut, k, batch.start),
                 keys[0],
                 keys[1],
                 ratios,
             )
             return Sums(*self.gradient(captured, inputs))
 
-        return run(one, cut, batch, self._zeros(state))
+        return run(one, cut, batch, self._start(state, batch, before))
 
     def weigh(
         self,
@@ -75,6 +76,7 @@ class AdditivePasses(Passes):
         arguments: Arguments,
         state: list[Array],
         batch: Batch,
+        before: list[Array] | None = None,
     ) -> list[Array]:
         keys = split_keys(batch)
         first = len(captured) - len(self.forward.captured)
@@ -85,26 +87,35 @@ class AdditivePasses(Passes):
             weights: Array,
             state: list[Array],
         ) -> Sums:
-            at = positions(cut, k)
+            at = positions(cut, k, batch.start)
             inputs = PassInputs(
                 arguments, state, rows, weights, at, keys[0], keys[1], []
             )
             out = self.forward(captured[first:], inputs)
-            return Sums([], PassOutputs([], out.weights, [], [], []))
+            return Sums([], PassOutputs([], out.weights, out.state, [], []))
 
         start = zeros(self.outputs.weights)
         return run(
-            one, cut, batch, Sums([], PassOutputs([], start, [], [], []))
+            one, cut, batch, Sums([], PassOutputs([], start, state, [], []))
         ).outputs.weights
 
-    def _zeros(self, state: list[Array]) -> Sums:
+    def _start(self, state: list[Array], batch: Batch, before: Sums | None) -> Sums:
+        """Zeros, or the sums of the windows before."""
         out = self.outputs
+        if before is not None:
+            sums = _cleared(batch, before)
+            return eqx.tree_at(lambda s: s.outputs.state, sums, state)
         return Sums(
             zeros(self.gradient_structs),
             PassOutputs(
                 zeros(out.totals), zeros(out.weights), state, zeros(out.aux_sums), []
             ),
         )
+
+
+def _cleared(batch: Batch, sums: PyTree) -> PyTree:
+    """The sums, or zeros in the first window: one program serves both."""
+    return jax.tree.map(lambda x: jnp.where(batch.fresh, jnp.zeros_like(x), x), sums)
 
 
 def trace_passes(
@@ -184,8 +195,12 @@ def split_keys(
     return jax.random.key_data(rows), jax.random.key_data(shared)
 
 
-def positions(cut: Cut, k: Int[Array, ""] | int) -> Int[Array, "n"]:
+def positions(
+    cut: Cut, k: Int[Array, ""] | int, start: Int[Array, ""] | None
+) -> Int[Array, "n"]:
     """The positions in the global batch of the rows of pass k on this device."""
     device = 0 if cut.axis_name is None else jax.lax.axis_index(cut.axis_name)
     first = (k * cut.devices + device) * cut.microbatch
+    if start is not None:
+        first = first + start
     return first + jnp.arange(cut.microbatch, dtype=jnp.int32)

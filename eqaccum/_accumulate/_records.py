@@ -22,17 +22,21 @@ class Arguments(eqx.Module):
 
 
 class Batch(eqx.Module):
-    """A global batch as the program takes it: slot (k D + d) n + j on device d.
+    """Rows as the program takes them: slot (k D + d) n + j on device d.
 
     `rows` have shape (K, n, ...) on each device and `weights` (K, n). `key` and
     `batch_index` give the keys; `bound` is the number of passes to run, None for all.
+    Of a global batch that is fed in windows these are the rows of one: `start` is its
+    first position, and `fresh` is whether the sums begin with it.
     """
 
     rows: list[Any]
     weights: Any
     key: Any
     batch_index: Any
-    bound: Any
+    bound: Any = None
+    start: Any = None
+    fresh: Any = None
 
 
 class PassInputs(eqx.Module):
@@ -67,17 +71,26 @@ class Sums(eqx.Module):
 
 @dataclass(frozen=True)
 class Cut:
-    """How the global batch is cut: K passes of n rows on each of D devices."""
+    """How the global batch is cut: W windows of K passes of n rows on D devices.
 
-    num_microbatches: int
+    There is one window unless the rows do not fit beside the activations.
+    """
+
+    num_microbatches: int  # of one window
     microbatch: int
     devices: int
     axis_name: str | None  # of the devices; None outside of a mesh
+    windows: int = 1
+
+    @property
+    def window(self) -> int:
+        """Slots of one window."""
+        return self.num_microbatches * self.devices * self.microbatch
 
     @property
     def capacity(self) -> int:
         """Slots for rows, those of padding included."""
-        return self.num_microbatches * self.devices * self.microbatch
+        return self.windows * self.window
 
     def passes(self, last: int) -> int:
         """Passes to run so that the slots below `last` are covered."""
@@ -102,6 +115,8 @@ class Passes(abc.ABC):
 
     # Whether passes that hold only padding may be left out.
     ends_early: bool = True
+    # Whether the global batch may be fed in windows.
+    windowed: bool = True
 
     @property
     def num_terms(self) -> int:
@@ -118,8 +133,12 @@ class Passes(abc.ABC):
         state: list[Array],
         batch: Batch,
         ratios: list[Array],
+        before: Sums | None = None,
     ) -> Sums:
-        """Runs all passes and adds up; inside the program, on one device's rows."""
+        """Runs all passes and adds up; inside the program, on one device's rows.
+
+        `before` are the sums of the windows before, where there are several.
+        """
 
     @abc.abstractmethod
     def weigh(
@@ -130,6 +149,7 @@ class Passes(abc.ABC):
         arguments: Arguments,
         state: list[Array],
         batch: Batch,
+        before: list[Array] | None = None,
     ) -> list[Array]:
         """The weight of each `Mean` over this device's rows, and nothing else."""
 

@@ -15,6 +15,8 @@ def run(one: Callable, cut: Cut, batch: Batch, start: Sums) -> Sums:
         rows = [leaf[0] for leaf in batch.rows]
         sums = one(0, rows, batch.weights[0], start.outputs.state)
         laid = [leaf[None] for leaf in sums.outputs.aux_rows]
+        if cut.windows > 1:
+            sums = _added(start, sums)
         return eqx.tree_at(lambda s: s.outputs.aux_rows, sums, laid)
     if batch.bound is None:
         return _scan(one, cut, batch, start)

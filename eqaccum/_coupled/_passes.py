@@ -87,6 +87,7 @@ class CoupledPasses(Passes):
         state: list[Array],
         batch: Batch,
         ratios: list[Array],
+        before: Sums | None = None,
     ) -> Sums:
         sweep = _Sweep(self, cut, captured, arguments, batch)
         embedded = sweep.embed_all(state)
@@ -107,6 +108,7 @@ class CoupledPasses(Passes):
         arguments: Arguments,
         state: list[Array],
         batch: Batch,
+        before: list[Array] | None = None,
     ) -> list[Array]:
         raise NotImplementedError("a coupled loss has one term")
 
@@ -231,7 +233,7 @@ class _Sweep:
             state,
             [at(leaf) for leaf in self.batch.rows],
             at(self.batch.weights),
-            positions(self.cut, k),
+            positions(self.cut, k, self.batch.start),
             rows,
             shared,
             [],
@@ -301,6 +303,7 @@ def trace_coupled(
         jaxprs=(embed.jaxpr, head.jaxpr, pull.jaxpr),
         left=left + more + last,
         ends_early=False,
+        windowed=False,
         rows=rows,
         embed=embed,
         head=head,

@@ -26,7 +26,7 @@ from .._accumulate import (
     run_key,
     trace_passes,
 )
-from .._data import Layout, read
+from .._data import Layout, batch_weights, read
 from .._tree import Partition, Role, Static, is_array, partition, struct
 from ._at_the_door import Own, at_the_door
 
@@ -89,6 +89,8 @@ def value_and_grad(
             leaves = [leaf for leaf in jax.tree.leaves(model) if is_array(leaf)]
             raise _errors.nothing_to_train(sorted({str(x.dtype) for x in leaves}))
         flat = read(batch, in_axes=in_axes, what="the batch")
+        if not flat.has_values:
+            raise _errors.only_shapes()
         loss_parts = partition(loss)
         state_parts = None if state is None else partition(state)
         split = parts.split(model)
@@ -114,7 +116,7 @@ def value_and_grad(
             [] if state_parts is None else state_parts.split(state).frozen,
             flat.rows,
             _key_data(key),
-            None if weights is None else jnp.asarray(weights, jnp.float32),
+            _checked_weights(weights, flat.count),
         )
 
     return call
@@ -144,6 +146,15 @@ def _key_data(key: Any) -> Any:
     return run_key(key)
 
 
+def _checked_weights(weights: Any, rows: int) -> Any:
+    """The rows' weights; traced ones tell no more than their shape."""
+    if not isinstance(weights, Tracer):
+        return batch_weights(weights, rows)
+    if weights.shape != (rows,):
+        raise _errors.weights_shape(weights.shape, rows)
+    return weights.astype(jnp.float32)
+
+
 def _gradient_program(
     plan: _GradientPlan,
     arguments: Arguments,
@@ -161,7 +172,6 @@ def _gradient_program(
         [leaf[order].reshape(*shape, *leaf.shape[1:]) for leaf in rows],
         weights.reshape(shape),
         key,
-        None,
         None,
     )
     pass_ = _trace(plan, arguments, state, batch, count)

@@ -1,6 +1,14 @@
 from ._compile import forget as forget
+from ._launch import Pending as Pending, Placed as Placed
+from ._optimizer import (
+    choose_optimizer as choose_optimizer,
+    refuse_uncalled as refuse_uncalled,
+)
 from ._settings import (
     Settings as Settings,
     check_compute_dtype as check_compute_dtype,
+    check_global_batch as check_global_batch,
+    check_settings as check_settings,
+    check_values as check_values,
 )
-from ._step import Pending as Pending, Placed as Placed, Step as Step
+from ._step import Step as Step

@@ -1,5 +1,7 @@
 """The user's Optax transformation: checked, initialised, applied once per step."""
 
+import functools
+import inspect
 from typing import Any
 
 import jax
@@ -15,6 +17,33 @@ _REFUSED = {
     "MultiStepsState": _errors.accumulates_already,
     "DifferentiallyPrivateAggregateState": _errors.needs_each_gradient,
 }
+
+
+def choose_optimizer(optimizer: Any, total_steps: int) -> optax.GradientTransformation:
+    """The transformation given, or what a function of the number of steps returns."""
+    if isinstance(optimizer, optax.MultiSteps):
+        raise _errors.accumulates_already()
+    if isinstance(optimizer, optax.GradientTransformation):
+        return optimizer
+    refuse_uncalled(optimizer)
+    if not callable(optimizer):
+        raise _errors.not_an_optimizer(optimizer)
+    made = optimizer(total_steps)
+    if not isinstance(made, optax.GradientTransformation):
+        raise _errors.not_an_optimizer(made)
+    return made
+
+
+def refuse_uncalled(optimizer: Any) -> None:
+    """Refuses `optax.adamw` for `optax.adamw(1e-3)`.
+
+    A function of the total number of steps would be called with that number, which
+    `optax.adamw` takes as its learning rate.
+    """
+    fn = optimizer.func if isinstance(optimizer, functools.partial) else optimizer
+    made_by_optax = getattr(fn, "__module__", None) or ""
+    if inspect.isfunction(fn) and made_by_optax.split(".")[0] == "optax":
+        raise _errors.optimizer_not_called(fn)
 
 
 def check_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:

@@ -1,9 +1,9 @@
 """Measures the programs of a step and chooses the passes: the programs that run."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -22,7 +22,9 @@ from .._plan import (
     Measurement,
     Parts,
     Plan,
+    Probe,
     conv_scratch,
+    distinct_passes,
     pinned,
     read_limit,
     search,
@@ -34,6 +36,9 @@ from ._programs import Builder
 # Bytes that programs were found to need, by their text: a second plan of the same step
 # in one process compiles only what runs.
 _measured: dict[str, int | None] = {}
+# Programs that ran out of memory while they ran, though they seemed to fit.
+_ran_out: set[str] = set()
+RAN_OUT = "out of memory while running"
 
 
 @dataclass(frozen=True)
@@ -78,26 +83,51 @@ class Sizes:
 class Planner:
     """Lowers, measures and chooses; keeps what was compiled for the chosen passes."""
 
-    def __init__(self, builder: Builder, rows: int, *, own_bytes: int = 0) -> None:
+    def __init__(self, builder: Builder, *, own_bytes: int = 0) -> None:
         self._builder = builder
-        self._rows = rows
+        self._rows = builder.settings.global_batch
+        self._windows = 1
         self._own_bytes = own_bytes
         self._traced: dict[int, Passes] = {}
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="eqaccum-compile")
         self._others: dict[str, Future[Program]] = {}
 
     def make(self) -> Ready:
         """Plans, and returns the programs of the chosen number of passes."""
         limit = self._limit()
+        return self._finished(lambda: self._choose(limit), limit)
+
+    def more_passes(self, failed: Ready) -> Ready | None:
+        """The next smaller microbatch after one that ran out of memory, None at 1."""
+        _ran_out.add(failed.accumulate.key)
+        self._windows = failed.cut.windows
+        rows = -(-self._rows // self._windows)
+        devices = failed.cut.devices
+        larger = [
+            k
+            for k in distinct_passes(-(-rows // devices))
+            if k > failed.cut.num_microbatches
+        ]
+        for k in larger:
+            n = -(-rows // (devices * k))
+            try:
+                return self._finished(lambda n=n: self._pin(n, None), None)
+            except _errors.DoesNotFit:
+                continue
+        return None
+
+    def _finished(self, choose: Callable[[], Found], limit: Limit | None) -> Ready:
+        self._others = {}
+        # finish and update compile beside the probes
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="eqaccum-compile")
         try:
-            found = self._choose(limit)
-            ready = self._ready(found, limit)
+            ready = self._ready(choose(), limit)
         finally:
             self._pool.shutdown(wait=True, cancel_futures=True)
         for program in (ready.accumulate, ready.weigh, ready.finish, ready.update):
             if program is not None:
                 keep(program)
-        self._tell(ready)
+        for note in ready.plan.notes:
+            _errors.warn(note)
         return ready
 
     @property
@@ -124,29 +154,67 @@ class Planner:
             return None  # nothing to compare a pinned size with
 
     def _choose(self, limit: Limit | None) -> Found:
-        rows, devices = self._rows, self._builder.settings.placement.size
+        given = self._builder.settings.plan
+        if given is not None:
+            self._check_given(given)
+            self._windows = given.windows
         if self._pinned is not None:
-            return pinned(
-                self._measure,
-                rows=rows,
-                devices=devices,
-                microbatch=self._pinned,
-                limit=limit,
-            )
+            return self._pin(self._pinned, limit)
         assert limit is not None
+        try:
+            return self._search(limit)
+        except _errors.DoesNotFit:
+            windows = self._fewest_windows(limit.bytes)
+            if windows is None:
+                raise
+        self._windows = windows
+        return self._search(limit)
+
+    def _search(self, limit: Limit) -> Found:
         return search(
             self._measure,
-            rows=rows,
-            devices=devices,
+            rows=-(-self._rows // self._windows),
+            devices=self._builder.settings.placement.size,
             limit=limit.bytes,
             limit_source=limit.source,
             divisor=bool(self._batch_norms),
         )
 
+    def _pin(self, microbatch: int, limit: Limit | None) -> Found:
+        return pinned(
+            self._measure,
+            rows=-(-self._rows // self._windows),
+            devices=self._builder.settings.placement.size,
+            microbatch=microbatch,
+            limit=limit,
+        )
+
+    def _fewest_windows(self, limit: int) -> int | None:
+        """The fewest windows of which two take at most a quarter of the limit."""
+        traced = next(iter(self._traced.values()))
+        if not traced.windowed:
+            return None
+        devices = self._builder.settings.placement.size
+        on_device = -(-self._rows // devices)
+        most = limit // (8 * self._sizes(traced).row)  # rows of one window
+        if most < 1:
+            return None
+        windows = -(-on_device // most)
+        return windows if windows > 1 else None
+
+    def _check_given(self, plan: Plan) -> None:
+        devices = self._builder.settings.placement.size
+        if plan.global_batch != self._rows:
+            raise _errors.plan_mismatch(
+                "a global batch of", plan.global_batch, self._rows
+            )
+        if plan.devices != devices:
+            raise _errors.plan_mismatch("devices:", plan.devices, devices)
+
     # --- one measurement ----------------------------------------------------------
 
     def _measure(self, num_microbatches: int) -> Measurement:
-        cut = self._builder.cut(num_microbatches, self._rows)
+        cut = self._builder.cut(num_microbatches, windows=self._windows)
         traced = self._builder.trace(cut)
         self._traced[num_microbatches] = traced
         lowered = self._builder.accumulate(traced, cut)
@@ -154,6 +222,8 @@ class Planner:
         sizes = self._sizes(traced)
         parts = self._parts(sizes, 2 * self._batch_bytes(sizes, cut))
         fixed = parts.total
+        if lowered.key in _ran_out:
+            return Measurement(None, fixed, 0.0, RAN_OUT, fits=False, parts=parts)
         if lowered.key in _measured and not lowered.kept:
             need = self._with_others(_measured[lowered.key], traced, sizes, cut)
             known = parts if need is None else parts.with_total(need)
@@ -219,7 +289,8 @@ class Planner:
         )
 
     def _batch_bytes(self, sizes: Sizes, cut: Cut) -> int:
-        return sizes.row * cut.capacity // cut.devices
+        """The rows of one window on one device."""
+        return sizes.row * cut.window // cut.devices
 
     def _parts(self, sizes: Sizes, batch: int) -> Parts:
         return Parts(
@@ -235,7 +306,7 @@ class Planner:
 
     def _ready(self, found: Found, limit: Limit | None) -> Ready:
         k = found.num_microbatches
-        cut = self._builder.cut(k, self._rows)
+        cut = self._builder.cut(k, windows=self._windows)
         traced = self._traced[k]
         program = found.measurement.program
         if isinstance(program, Lowered):
@@ -265,13 +336,14 @@ class Planner:
         return Plan(
             global_batch=self._rows,
             devices=cut.devices,
-            num_microbatches=cut.num_microbatches,
+            num_microbatches=cut.windows * cut.num_microbatches,
+            windows=cut.windows,
             microbatch=cut.microbatch,
             predicted_bytes=found.measurement.bytes,
             limit_bytes=None if limit is None else limit.bytes,
             limit_source="unknown" if limit is None else limit.source,
             parts=parts,
-            probes=found.probes,
+            probes=tuple(_of_all_windows(p, cut.windows) for p in found.probes),
             source=(
                 f"memory_analysis() of the compiled programs on {backend} ({device}); "
                 "another backend needs a plan of its own"
@@ -285,11 +357,12 @@ class Planner:
 
     def _notes(self, traced: Passes, cut: Cut) -> list[str]:
         notes = []
-        if self._batch_norms and cut.num_microbatches > 1:
+        passes = cut.windows * cut.num_microbatches
+        if self._batch_norms and passes > 1:
             notes.append(
                 f"BatchNorm ({', '.join(self._batch_norms)}) sees microbatches of "
                 f"{cut.microbatch} rows and moves its statistics "
-                f"{cut.num_microbatches} times per step: not the whole batch's "
+                f"{passes} times per step: not the whole batch's "
                 "statistics. eqx.nn.GroupNorm or LayerNorm do not depend on the batch; "
                 "microbatch= pins the size"
             )
@@ -309,9 +382,9 @@ class Planner:
                 )
         return notes
 
-    def _tell(self, ready: Ready) -> None:
-        for note in ready.plan.notes:
-            _errors.warn(note)
+
+def _of_all_windows(probe: Probe, windows: int) -> Probe:
+    return replace(probe, num_microbatches=windows * probe.num_microbatches)
 
 
 def _bytes_of(arrays: Sequence[Any]) -> int:

@@ -26,6 +26,7 @@ from .._accumulate import (
     Passes,
     PassInputs,
     PassOutputs,
+    Sums,
     finish_aux,
     hoist,
     trace_passes,
@@ -52,6 +53,13 @@ class Scalars(eqx.Module):
     aux: list[Any]
 
 
+class Weighed(eqx.Module):
+    """The weights so far of a sum of `Mean`s on this device, and their ratios."""
+
+    weights: list[Any]
+    ratios: list[Any]
+
+
 class Finished(eqx.Module):
     """The finished gradient, the state after the step, and what was measured."""
 
@@ -72,10 +80,12 @@ class Builder:
     opt_structs: list[jax.ShapeDtypeStruct]
     batch_norms: list[str]  # names of the model's BatchNorm layers
 
-    def cut(self, num_microbatches: int, rows: int) -> Cut:
+    def cut(self, num_microbatches: int, *, windows: int = 1) -> Cut:
+        """So many passes in each window, of as few rows as that allows."""
         devices = self.settings.placement.size
+        rows = -(-self.settings.global_batch // windows)
         n = -(-rows // (devices * num_microbatches))
-        return Cut(num_microbatches, n, devices, DATA)
+        return Cut(num_microbatches, n, devices, DATA, windows)
 
     def trace(self, cut: Cut) -> Passes:
         """The pass of one microbatch; the user's loss runs under trace here."""
@@ -137,10 +147,15 @@ class Builder:
             jax.ShapeDtypeStruct((2,), jnp.uint32),
             jax.ShapeDtypeStruct((), jnp.int32),
             jax.ShapeDtypeStruct((), jnp.int32) if bounded else None,
+            jax.ShapeDtypeStruct((), jnp.int32) if cut.windows > 1 else None,
+            jax.ShapeDtypeStruct((), jnp.bool_) if cut.windows > 1 else None,
         )
 
     def accumulate(self, pass_: Passes, cut: Cut, *, bounded: bool = False) -> Lowered:
-        """(captured, arguments, state, batch, ratios, accumulator) -> sums."""
+        """(captured, arguments, state, batch, ratios, accumulator, before) -> sums.
+
+        `before` are the other sums of the windows before, None with one window.
+        """
 
         def program(
             captured: list[Array],
@@ -149,8 +164,10 @@ class Builder:
             batch: Batch,
             ratios: list[Array],
             accumulator: list[Array],
+            before: PassOutputs | None,
         ) -> tuple[list[Array], PassOutputs]:
-            del accumulator  # donated: the sums are written into it
+            # donated: the sums are written into it
+            earlier = None if before is None else Sums(accumulator, before)
             sums = pass_.accumulate(
                 cut,
                 captured=captured,
@@ -158,12 +175,13 @@ class Builder:
                 state=state,
                 batch=batch,
                 ratios=ratios,
+                before=earlier,
             )
             return sums.gradients, sums.outputs
 
         batch = self.batch_structs(cut, bounded=bounded)
         out = (_WHOLE, _output_specs(pass_.outputs))
-        mapped = self._mapped(program, batch, more=2, out=out)
+        mapped = self._mapped(program, batch, more=3, out=out)
         args = self._placed(
             (
                 structs(pass_.captured),
@@ -172,40 +190,45 @@ class Builder:
                 batch,
                 self.ratios(pass_),
                 pass_.gradient_structs,
+                self.before(pass_) if cut.windows > 1 else None,
             ),
             mapped.specs,
         )
         return self._lower("accumulate", mapped.fn, args, donate=(5,))
 
     def weigh(self, pass_: Passes, cut: Cut, *, bounded: bool = False) -> Lowered:
-        """(captured, arguments, state, batch) -> each `Mean`'s ratio to the first."""
+        """(captured, arguments, state, batch, before) -> weights and their ratios."""
 
         def program(
             captured: list[Array],
             arguments: Arguments,
             state: list[Array],
             batch: Batch,
-        ) -> list[Array]:
+            before: list[Array] | None,
+        ) -> Weighed:
             weights = pass_.weigh(
                 cut,
                 captured=captured,
                 arguments=arguments,
                 state=state,
                 batch=batch,
+                before=before,
             )
             first, *rest = _reduced(weights)
             out = [jnp.ones_like(first), *(_ratio(first, other) for other in rest)]
             totals = pass_.outputs.totals
-            return [r.astype(t.dtype) for r, t in zip(out, totals, strict=True)]
+            ratios = [r.astype(t.dtype) for r, t in zip(out, totals, strict=True)]
+            return Weighed(weights, ratios)
 
         batch = self.batch_structs(cut, bounded=bounded)
-        mapped = self._mapped(program, batch, more=0, out=_WHOLE)
+        mapped = self._mapped(program, batch, more=1, out=_WHOLE)
         args = self._placed(
             (
                 structs(pass_.captured),
                 self.arguments,
                 self.skeleton.state_structs,
                 batch,
+                list(pass_.outputs.weights) if cut.windows > 1 else None,
             ),
             mapped.specs,
         )
@@ -213,6 +236,10 @@ class Builder:
 
     def ratios(self, pass_: Passes) -> list[jax.ShapeDtypeStruct]:
         return list(pass_.outputs.totals) if pass_.num_terms > 1 else []
+
+    def before(self, pass_: Passes) -> PassOutputs:
+        """What goes from window to window beside gradient and state."""
+        return eqx.tree_at(lambda o: (o.state, o.aux_rows), pass_.outputs, ([], []))
 
     # --- finish -------------------------------------------------------------------
 
@@ -345,7 +372,7 @@ class Builder:
             _BY_ROWS,
             _WHOLE,
             _WHOLE,
-            None if batch.bound is None else _WHOLE,
+            *(None if x is None else _WHOLE for x in _scalars(batch)),
         )
         specs = (_WHOLE, _WHOLE, _WHOLE, rows, *(_WHOLE,) * more)
         fn = jax.shard_map(
@@ -516,14 +543,18 @@ def _averaged(state: list[Array]) -> list[Array]:
 
 
 def _output_specs(outputs: PassOutputs) -> PassOutputs:
-    whole = (outputs.totals, outputs.weights, outputs.state, outputs.aux_sums)
-    specs = ([_WHOLE] * len(leaves) for leaves in whole)
-    return PassOutputs(*specs, [_BY_ROWS] * len(outputs.aux_rows))
+    whole = jax.tree.map(lambda _: _WHOLE, outputs)
+    rows = [_BY_ROWS] * len(outputs.aux_rows)
+    return eqx.tree_at(lambda o: o.aux_rows, whole, rows)
 
 
 def _interleaved(same: list[bool], reused: list[Any], kept: list[Any]) -> list[Any]:
     one, other = iter(reused), iter(kept)
     return [next(one) if reuse else next(other) for reuse in same]
+
+
+def _scalars(batch: Batch) -> tuple[Any, ...]:
+    return batch.bound, batch.start, batch.fresh
 
 
 def structs(arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:

@@ -17,11 +17,12 @@ from .._plan import Plan, parse_bytes
 from .._tree import Partition, Role, is_array, partition, struct
 
 Nonfinite = Literal["raise", "skip", "ignore"]
+_NONFINITE = ("raise", "skip", "ignore")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What `make_step` was asked for. Fields are as in `make_step`."""
+    """What `make_step` was asked for, checked. Fields are as in `make_step`."""
 
     loss: Any
     optimizer: Any
@@ -39,24 +40,60 @@ class Settings:
     axis_name: str = "batch"
     compiler_options: Mapping[str, Any] | None = None
 
-    def check(self) -> None:
-        """Refuses what can be refused without the model."""
-        value = self.global_batch
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise _errors.bad_global_batch(value)
-        if value < 1:
-            raise _errors.bad_global_batch(value)
-        if self.nonfinite not in ("raise", "skip", "ignore"):
-            raise _errors.bad_choice(
-                "nonfinite", self.nonfinite, ("raise", "skip", "ignore")
-            )
-        check_microbatch(self.microbatch)
-        if self.memory_limit is not None:
-            parse_bytes(self.memory_limit)
-        if self.penalty is not None and not callable(self.penalty):
-            raise _errors.not_callable("penalty", self.penalty)
-        check_compute_dtype(self.compute_dtype)
-        check_loss(self.loss)
+
+def check_settings(
+    *,
+    loss: Any,
+    global_batch: Any,
+    placement: Placement,
+    penalty: Any,
+    microbatch: Any,
+    memory_limit: Any,
+    plan: Plan | None,
+    compute_dtype: Any,
+    nonfinite: Any,
+) -> None:
+    """Refuses what can be refused without the model."""
+    check_global_batch(global_batch)
+    if nonfinite not in _NONFINITE:
+        raise _errors.bad_choice("nonfinite", nonfinite, _NONFINITE)
+    check_microbatch(microbatch)
+    if memory_limit is not None:
+        parse_bytes(memory_limit)
+    _check_penalty(penalty)
+    check_compute_dtype(compute_dtype)
+    check_loss(loss)
+    if plan is not None:
+        _check_plan(plan, global_batch, placement.size)
+
+
+def check_global_batch(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise _errors.bad_global_batch(value)
+
+
+def _check_penalty(penalty: Any) -> None:
+    if penalty is None:
+        return
+    if not callable(penalty):
+        raise _errors.not_callable("penalty", penalty)
+    try:
+        signature = inspect.signature(penalty)
+    except (TypeError, ValueError):  # builtins tell nothing
+        return
+    try:
+        signature.bind("model")
+    except TypeError as error:
+        raise _errors.penalty_arguments(penalty, signature) from error
+
+
+def _check_plan(plan: Plan, global_batch: int, devices: int) -> None:
+    for name, planned, here in (
+        ("global_batch", plan.global_batch, global_batch),
+        ("devices", plan.devices, devices),
+    ):
+        if planned != here:
+            raise _errors.plan_mismatch(name, planned, here)
 
 
 def check_microbatch(value: Any) -> None:
@@ -138,6 +175,13 @@ def skeleton(settings: Settings, model: Any, state: Any) -> Skeleton:
     )
 
 
+def check_values(model: Any, state: Any) -> None:
+    """Refuses a model of shapes, which is enough for a plan."""
+    leaves = jax.tree.leaves((model, state))
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        raise _errors.model_of_shapes()
+
+
 def batch_norms(model: Any) -> list[str]:
     """The names of the model's BatchNorm layers, in order."""
     found = []
@@ -154,13 +198,3 @@ def batch_norms(model: Any) -> list[str]:
 
 def axis_environment(placement: Placement) -> list[tuple[str, int]]:
     return [(DATA, placement.size)]
-
-
-def takes_one_argument(fn: Callable) -> bool:
-    try:
-        inspect.signature(fn).bind(object())
-    except TypeError:
-        return False
-    except ValueError:
-        return True
-    return True

@@ -1,49 +1,27 @@
 """`Step`: the three programs called in order, with one wait before the update."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from .. import _errors
-from .._accumulate import Arguments, Batch as Slots, run_key
-from .._data import Batch, Layout, batch_of, slots
+from .._accumulate import run_key
+from .._data import Batch, Layout, batch_of
 from .._plan import Plan, is_out_of_memory
 from .._tree import Partition
-from .._types import Metrics, Structure, TrainState
+from .._types import Metrics, Own, Structure, TrainState
 from . import _optimizer
+from ._buffers import Buffers
 from ._compile import keep
-from ._planner import Planner, Ready, tail_programs
-from ._programs import Builder, Finished
-from ._settings import Settings, Skeleton, batch_norms, skeleton
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A batch gathered into slots, ready for the device."""
-
-    batch: Batch
-    rows: list[Any]
-    weights: Any
-    whole: list[Any]
-    passes: int
-    padded: bool  # whether one of its rows has weight 0
-    ready: Ready
-
-
-@dataclass
-class Pending:
-    """A step whose accumulate and finish are under way; nothing is updated yet."""
-
-    placed: Placed | None
-    finished: Finished
-    state: list[Any]
-    aux_rows: list[Any]
-    kept: list[Any]
+from ._launch import Launcher, Pending, Placed
+from ._planner import Planner, Ready
+from ._programs import Builder
+from ._settings import Settings, Skeleton, batch_norms, check_values, skeleton
 
 
 class Step:
@@ -68,16 +46,14 @@ class Step:
     """
 
     def __init__(self, settings: Settings) -> None:
-        settings.check()
         self._settings = settings
         self._optimizer = _optimizer.check_optimizer(settings.optimizer)
         self._skeleton: Skeleton | None = None
         self._opt: tuple[Partition, list[Any]] | None = None
         self._batch_norms: list[str] = []
         self._ready: dict[Layout, Ready] = {}
-        self._placed_arrays: dict[int, tuple[Any, Any]] = {}
-        self._whole = _Last()
-        self._spare: dict[tuple, list[list[Any]]] = {}
+        self._buffers = Buffers(settings.placement)
+        self._launcher = Launcher(settings.placement, self._buffers)
         self.plan: Plan | None = None
 
     # --- before the first step ----------------------------------------------------
@@ -94,7 +70,11 @@ class Step:
         self._ready.clear()
 
     def init(
-        self, model: PyTree, key: Any = None, *, state: eqx.nn.State | None = None
+        self,
+        model: PyTree,
+        key: Any = None,
+        *,
+        state: Own[eqx.nn.State | None, ...] = None,
     ) -> TrainState:
         """A fresh `TrainState`; the model is copied, the user's stays usable.
 
@@ -108,12 +88,17 @@ class Step:
 
         `InputError` if the model, the state or the key cannot work.
         """
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((model, key))):
+            raise _errors.inside_jit("step.init")
+        check_values(model, state)
         data = run_key(key)
         self.describe(model, state)
         skeleton, (opt_partition, _) = self._described
         place = self._settings.placement.place
         split = skeleton.model.split(model)
         trainable = place([_strong(leaf) for leaf in split.trainable])
+        if isinstance(trainable[0], Tracer):  # inside jit everything is traced
+            raise _errors.inside_jit("step.init")
         builder = self._builder(Layout(jax.tree.structure(()), ()))
         program = builder.init().compile()
         keep(program)
@@ -136,8 +121,7 @@ class Step:
         """The programs for batches of this layout, planned when first seen."""
         if layout not in self._ready:
             builder = self._builder(layout)
-            planner = Planner(builder, self._settings.global_batch, own_bytes=own_bytes)
-            self._ready[layout] = planner.make()
+            self._ready[layout] = Planner(builder, own_bytes=own_bytes).make()
             self.plan = self.plan or self._ready[layout].plan
         return self._ready[layout]
 
@@ -167,7 +151,7 @@ class Step:
     # --- one step -----------------------------------------------------------------
 
     def __call__(
-        self, train: TrainState, batch: PyTree, *, weights: Any = None
+        self, train: Own[TrainState, ...], batch: PyTree, *, weights: Any = None
     ) -> tuple[TrainState, Metrics]:
         """One update.
 
@@ -187,9 +171,9 @@ class Step:
         `InputError` for a batch that cannot work, `NonFiniteError` for a loss or
         gradient that is not finite, `StepError` where the device fails.
         """
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)):
-            raise _errors.inside_jit()
         self._check_train(train)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)):
+            raise _errors.inside_jit("step")
         rows = batch_of(batch, in_axes=self._settings.in_axes, weights=weights)
         return self.complete(train, self.launch(train, self.place(rows, train)))
 
@@ -198,40 +182,18 @@ class Step:
         if batch.count > self._settings.global_batch:
             raise _errors.batch_too_large(batch.count, self._settings.global_batch)
         ready = self.prepare(batch.layout, own_bytes=_bytes(train))
-        cut = ready.cut
-        laid = slots(batch.count, batch.weights, capacity=cut.capacity)
-        shape = (cut.num_microbatches, cut.devices * cut.microbatch)
-        place = self._settings.placement.place_rows
-        taken = batch.take(laid.order)
-        rows = place([leaf.reshape(*shape, *leaf.shape[1:]) for leaf in taken])
-        (weights,) = place([laid.weights.reshape(shape)])
-        whole = self._whole.of(batch.whole, self._settings.placement.place)
-        padded = not laid.weights[: self._settings.global_batch].all()
-        passes = cut.passes(laid.last)
-        return Placed(batch, rows, weights, whole, passes, padded, ready)
+        return self._launcher.place(batch, ready)
 
     def launch(self, train: TrainState, placed: Placed) -> Pending:
         """Starts accumulate and finish; returns before they are done."""
-        ready = placed.ready
-        cut = ready.cut
-        full = placed.passes >= cut.num_microbatches or not ready.traced.ends_early
-        programs = ready if full else tail_programs(ready)
-        bound = None if full else np.asarray(placed.passes, np.int32)
-        captured = [self._on_device(c) for c in ready.traced.captured]
-        arguments = self._arguments(train, placed)
+        placed = self._up_to_date(placed)
         if placed.padded:
             self.check_zero_weights(train, placed)
-        batch = Slots(placed.rows, placed.weights, train.key, train.batch_count, bound)
-        state = train.state_leaves
-        ratios: list[Array] = []
-        if programs.weigh is not None:
-            ratios = programs.weigh(captured, arguments, state, batch)
-        accumulator = self._accumulator(ready)
-        assert programs.accumulate is not None
-        sums, outputs = programs.accumulate(
-            captured, arguments, state, batch, ratios, accumulator
-        )
-        return self._finish(train, placed, sums, outputs, ratios)
+        while True:
+            try:
+                return self._launcher.launch(train, placed)
+            except Exception as error:
+                placed = self._smaller(train, placed, error)
 
     def check_zero_weights(self, train: TrainState, placed: Placed) -> None:
         """Checks, once, that the loss does not count rows of weight 0."""
@@ -239,65 +201,30 @@ class Step:
         if placed.ready.tail.checked:
             return
         traced.check_zero_weights(
-            captured=[self._on_device(c) for c in traced.captured],
-            arguments=self._arguments(train, placed),
+            captured=self._buffers.captured(traced.captured),
+            arguments=self._launcher.arguments(train, placed),
         )
         placed.ready.tail.checked = True
-
-    def _arguments(self, train: TrainState, placed: Placed) -> Arguments:
-        return Arguments(
-            train.trainable_leaves,
-            train.frozen_leaves,
-            [self._on_device(leaf) for leaf in self._described[0].loss_arrays],
-            placed.whole,
-        )
-
-    def _finish(
-        self,
-        train: TrainState,
-        placed: Placed,
-        sums: list[Array],
-        outputs: Any,
-        ratios: list[Array],
-    ) -> Pending:
-        ready = placed.ready
-        same = ready.builder.reusable(ready.traced)
-        kept = [s for s, reuse in zip(sums, same, strict=True) if not reuse]
-        penalty = ready.builder.penalty
-        read = Arguments([], [], [], [])
-        if penalty is not None:
-            read = Arguments(train.trainable_leaves, train.frozen_leaves, [], [])
-        aux_rows, state = outputs.aux_rows, outputs.state
-        outputs = eqx.tree_at(lambda o: o.aux_rows, outputs, [])
-        if ready.cut.devices == 1:
-            outputs = eqx.tree_at(lambda o: o.state, outputs, [])
-        finished = ready.finish(
-            [self._on_device(c) for c in penalty.captured] if penalty else [],
-            read,
-            [s for s, reuse in zip(sums, same, strict=True) if reuse],
-            kept,
-            outputs,
-            ratios,
-        )
-        new_state = state if ready.cut.devices == 1 else finished.state
-        return Pending(placed, finished, new_state, aux_rows, kept)
 
     def complete(
         self, train: TrainState, pending: Pending
     ) -> tuple[TrainState, Metrics]:
         """Waits for `ok`, the one wait of a step, and only then updates."""
-        placed = pending.placed
-        assert placed is not None
-        ready, scalars = placed.ready, pending.finished.scalars
-        try:
-            ok = bool(scalars.ok)
-        except Exception as error:
-            raise self._failure(train, ready, error) from error
+        while True:
+            placed = pending.placed
+            assert placed is not None
+            ready, scalars = placed.ready, pending.finished.scalars
+            try:
+                ok = bool(scalars.ok)
+                break
+            except Exception as error:
+                smaller = self._smaller(train, placed, error)
+            pending = self.launch(train, smaller)
         metrics = self._metrics(placed, pending, skipped=False)
         pending.placed = None
         batch_count = np.asarray(train.batch_count + 1, np.int32)
         if not ok and self._settings.nonfinite != "ignore":
-            self._give_back(ready, pending.finished.gradient, pending.kept)
+            self._buffers.give_back(ready, pending.finished.gradient, pending.kept)
             if self._settings.nonfinite == "raise":
                 raise self._not_finite(train, metrics)
             skipped = eqx.tree_at(lambda t: t.batch_count, train, batch_count)
@@ -312,7 +239,7 @@ class Step:
             )
         except Exception as error:
             raise _errors.device_failed("update", error) from error
-        self._give_back(ready, pending.finished.gradient, pending.kept)
+        self._buffers.give_back(ready, pending.finished.gradient, pending.kept)
         new = TrainState(
             trainable,
             train.frozen_leaves,
@@ -334,7 +261,8 @@ class Step:
         if self._settings.has_aux:
             count = placed.batch.count
             rows = [
-                leaf.reshape(-1, *leaf.shape[2:])[:count] for leaf in pending.aux_rows
+                _in_order(parts)[:count]
+                for parts in zip(*pending.aux_rows, strict=True)
             ]
             aux = spec.assemble(scalars.aux, rows)
         return Metrics(
@@ -359,75 +287,72 @@ class Step:
         what = "the loss is finite but its gradient is not"
         return _errors.non_finite(step, what, "")
 
-    def _failure(self, train: TrainState, ready: Ready, error: Exception) -> Exception:
-        """Whose failure it was: the update before shows only at the next wait."""
-        self._spare.clear()
-        where = "accumulate or finish"
-        try:
+    def _up_to_date(self, placed: Placed) -> Placed:
+        """A batch that was placed before its programs were given up, placed anew."""
+        ready = self._ready[placed.batch.layout]
+        if placed.ready is ready:
+            return placed
+        return self._launcher.place(placed.batch, ready)
+
+    def _smaller(self, train: TrainState, placed: Placed, error: Exception) -> Placed:
+        """The same batch cut into more passes, after one that ran out of memory.
+
+        **Raises:**
+
+        `StepError` where that cannot help: another failure, one example per pass, or
+        parameters that were lost.
+        """
+        self._buffers.drop()
+        ready = placed.ready
+        try:  # the update before shows its failure only at the next wait
             jax.block_until_ready(
                 (train.trainable_leaves, train.opt_leaves, train.state_leaves)
             )
-        except Exception:  # the parameters themselves are lost
-            where = "the update before"
+        except Exception as lost:
+            raise self._failure("the update before", ready, lost) from lost
+        if not is_out_of_memory(error):
+            raise self._failure("accumulate or finish", ready, error) from error
+        smaller = Planner(ready.builder).more_passes(ready)
+        if smaller is None:
+            raise self._failure("accumulate or finish", ready, error) from error
+        changes = ""
+        if self._batch_norms:
+            changes = (
+                "; the batch statistics are now those of another microbatch, so the "
+                "experiment changed"
+            )
+        _errors.warn(
+            f"out of memory with {ready.plan.summary()}; the same global batch goes on "
+            f"as {smaller.plan.summary()}{changes}"
+        )
+        self._ready[placed.batch.layout] = smaller
+        if self.plan is ready.plan:
+            self.plan = smaller.plan
+        return self._launcher.place(placed.batch, smaller)
+
+    def _failure(self, where: str, ready: Ready, error: Exception) -> Exception:
         if is_out_of_memory(error):
             return _errors.out_of_memory(where, ready.plan.summary(), error)
         return _errors.device_failed(where, error)
 
-    def _accumulator(self, ready: Ready) -> list[Any]:
-        """The buffers of the gradient before, or fresh ones."""
-        spare = self._spare.get(_shapes(ready))
-        if spare:
-            return spare.pop()
-        return self._settings.placement.place(
-            [np.zeros(s.shape, s.dtype) for s in ready.traced.gradient_structs]
-        )
-
-    def _give_back(self, ready: Ready, gradient: list[Any], kept: list[Any]) -> None:
-        same = ready.builder.reusable(ready.traced)
-        rest = iter(kept)
-        buffers = [
-            g if reuse else next(rest) for g, reuse in zip(gradient, same, strict=True)
-        ]
-        self._spare[_shapes(ready)] = [buffers]
-
-    def _on_device(self, array: Any) -> Any:
-        """A captured array where the program reads it, placed once."""
-        known = self._placed_arrays.get(id(array))
-        if known is None or known[0] is not array:
-            placed = self._settings.placement.place([array])[0]
-            known = self._placed_arrays[id(array)] = (array, placed)
-        return known[1]
-
-    def _check_train(self, train: TrainState) -> None:
+    def _check_train(self, train: Any) -> None:
         if not isinstance(train, TrainState):
-            raise _errors.foreign_train_state()
+            raise _errors.not_a_train_state(train)
         skeleton, (opt_partition, _) = self._described
         structure = train.structure
         if structure.model != skeleton.model or structure.optimizer != opt_partition:
             raise _errors.foreign_train_state()
         first = train.trainable_leaves[0]
+        if isinstance(first, Tracer):
+            raise _errors.inside_jit("step")
         if isinstance(first, jax.Array) and first.is_deleted():
             raise _errors.consumed()
 
 
-@dataclass
-class _Last:
-    """The whole leaves of the last batch, placed once while they stay the same."""
-
-    given: list[Any] = field(default_factory=list)
-    placed: list[Any] = field(default_factory=list)
-
-    def of(self, leaves: list[Any], place: Any) -> list[Any]:
-        same = len(leaves) == len(self.given) and all(
-            new is old for new, old in zip(leaves, self.given, strict=True)
-        )
-        if not same:
-            self.given, self.placed = list(leaves), place(leaves)
-        return self.placed
-
-
-def _shapes(ready: Ready) -> tuple:
-    return tuple((s.shape, str(s.dtype)) for s in ready.traced.gradient_structs)
+def _in_order(parts: tuple[Any, ...]) -> Any:
+    """Auxiliary rows (passes, rows of a pass, ...) of all windows, in input order."""
+    flat = [leaf.reshape(-1, *leaf.shape[2:]) for leaf in parts]
+    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 
 
 def _strong(leaf: Any) -> Any:

@@ -1,0 +1,211 @@
+"""One step on the device: rows gathered into slots, accumulate, finish."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from .._accumulate import Arguments, Batch as Slots, PassOutputs
+from .._data import Batch, Slots as Laid, slots
+from .._mesh import Placement
+from .._types import TrainState
+from ._buffers import Buffers
+from ._planner import Ready, tail_programs
+from ._programs import Finished
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some rows of a global batch, ready for the device."""
+
+    rows: list[Any]
+    weights: Any
+    passes: int  # that hold a row of positive weight
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A batch laid into slots; the rows of its first window are gathered."""
+
+    batch: Batch
+    laid: Laid
+    first: Window
+    whole: list[Any]
+    ready: Ready
+
+    @property
+    def rows(self) -> list[Any]:
+        """The rows of the first window: all of them where there is only one."""
+        return self.first.rows
+
+    @property
+    def padded(self) -> bool:
+        """Whether one of the rows of the global batch has weight 0."""
+        global_batch = self.ready.builder.settings.global_batch
+        return not self.laid.weights[:global_batch].all()
+
+
+@dataclass
+class Pending:
+    """A step whose accumulate and finish are under way; nothing is updated yet."""
+
+    placed: Placed | None
+    finished: Finished
+    state: list[Any]
+    aux_rows: list[list[Any]]  # of each window
+    kept: list[Any]
+
+
+@dataclass(frozen=True)
+class _Summed:
+    """What accumulate left, over all windows."""
+
+    gradients: list[Array]
+    outputs: PassOutputs
+    ratios: list[Array]
+    aux_rows: list[list[Array]]
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Places batches and starts steps."""
+
+    placement: Placement
+    buffers: Buffers
+
+    def place(self, batch: Batch, ready: Ready) -> Placed:
+        """Lays a batch into slots and gathers its first window: the one copy of it."""
+        laid = slots(batch.count, batch.weights, capacity=ready.cut.capacity)
+        first = self._window(batch, laid, ready, 0)
+        return Placed(batch, laid, first, self.buffers.whole(batch.whole), ready)
+
+    def launch(self, train: TrainState, placed: Placed) -> Pending:
+        """Starts accumulate and finish; returns before they are done."""
+        summed = self._accumulate(train, placed)
+        return self._finish(train, placed, summed)
+
+    def arguments(self, train: TrainState, placed: Placed) -> Arguments:
+        return Arguments(
+            train.trainable_leaves,
+            train.frozen_leaves,
+            self.buffers.captured(placed.ready.builder.skeleton.loss_arrays),
+            placed.whole,
+        )
+
+    # --- accumulate ---------------------------------------------------------------
+
+    def _window(self, batch: Batch, laid: Laid, ready: Ready, number: int) -> Window:
+        cut = ready.cut
+        shape = (cut.num_microbatches, cut.devices * cut.microbatch)
+        part = slice(number * cut.window, (number + 1) * cut.window)
+        taken = batch.take(laid.order[part])
+        place = self.placement.place_rows
+        rows = place([leaf.reshape(*shape, *leaf.shape[1:]) for leaf in taken])
+        (weights,) = place([laid.weights[part].reshape(shape)])
+        left = cut.passes(laid.last) - number * cut.num_microbatches
+        return Window(rows, weights, min(left, cut.num_microbatches))
+
+    def _accumulate(self, train: TrainState, placed: Placed) -> _Summed:
+        ready = placed.ready
+        shared = (
+            self.buffers.captured(ready.traced.captured),
+            self.arguments(train, placed),
+        )
+        ratios = self._weigh(train, placed, shared)
+        state, gradients = train.state_leaves, self.buffers.accumulator(ready)
+        before = None if ready.cut.windows == 1 else _zeros(ready)
+        aux_rows, outputs = [], None
+        for number, window in self._windows(placed):
+            program, batch = self._call(train, ready, window, number)
+            gradients, outputs = program.accumulate(
+                *shared, state, batch, ratios, gradients, before
+            )
+            aux_rows.append(outputs.aux_rows)
+            outputs = eqx.tree_at(lambda o: o.aux_rows, outputs, [])
+            state = outputs.state
+            if before is not None:
+                # No more than two windows on the device: the one under way and the next
+                jax.block_until_ready(before)
+                before = eqx.tree_at(lambda o: o.state, outputs, [])
+        assert outputs is not None
+        return _Summed(gradients, outputs, ratios, aux_rows)
+
+    def _windows(self, placed: Placed) -> Any:
+        """The windows that hold rows, each gathered while the one before runs."""
+        cut = placed.ready.cut
+        passes = cut.passes(placed.laid.last)
+        if not placed.ready.traced.ends_early:
+            passes = cut.windows * cut.num_microbatches
+        yield 0, placed.first
+        for number in range(1, -(-passes // cut.num_microbatches)):
+            yield number, self._window(placed.batch, placed.laid, placed.ready, number)
+
+    def _call(
+        self, train: TrainState, ready: Ready, window: Window, number: int
+    ) -> tuple[Any, Slots]:
+        """The programs that serve a window, and the window as they take it."""
+        cut, passes = ready.cut, max(window.passes, 0)
+        full = passes >= cut.num_microbatches or not ready.traced.ends_early
+        several = cut.windows > 1
+        batch = Slots(
+            window.rows,
+            window.weights,
+            train.key,
+            train.batch_count,
+            None if full else np.asarray(passes, np.int32),
+            np.asarray(number * cut.window, np.int32) if several else None,
+            np.asarray(number == 0) if several else None,
+        )
+        return (ready if full else tail_programs(ready)), batch
+
+    def _weigh(self, train: TrainState, placed: Placed, shared: Any) -> list[Array]:
+        """The ratios of a sum of `Mean`s, by a sweep over the windows of its own."""
+        ready = placed.ready
+        if ready.weigh is None:
+            return []
+        before = None
+        if ready.cut.windows > 1:
+            before = [np.zeros(s.shape, s.dtype) for s in ready.traced.outputs.weights]
+        out = None
+        for number, window in self._windows(placed):
+            program, batch = self._call(train, ready, window, number)
+            out = program.weigh(*shared, train.state_leaves, batch, before)
+            if before is not None:
+                jax.block_until_ready(before)
+                before = out.weights
+        assert out is not None
+        return out.ratios
+
+    # --- finish -------------------------------------------------------------------
+
+    def _finish(self, train: TrainState, placed: Placed, summed: _Summed) -> Pending:
+        ready = placed.ready
+        same = ready.builder.reusable(ready.traced)
+        sums = list(zip(summed.gradients, same, strict=True))
+        kept = [s for s, reuse in sums if not reuse]
+        penalty = ready.builder.penalty
+        read = Arguments([], [], [], [])
+        if penalty is not None:
+            read = Arguments(train.trainable_leaves, train.frozen_leaves, [], [])
+        outputs, state = summed.outputs, summed.outputs.state
+        if ready.cut.devices == 1:  # the state goes on as it is
+            outputs = eqx.tree_at(lambda o: o.state, outputs, [])
+        finished = ready.finish(
+            self.buffers.captured(penalty.captured) if penalty else [],
+            read,
+            [s for s, reuse in sums if reuse],
+            kept,
+            outputs,
+            summed.ratios,
+        )
+        new_state = state if ready.cut.devices == 1 else finished.state
+        return Pending(placed, finished, new_state, summed.aux_rows, kept)
+
+
+def _zeros(ready: Ready) -> PassOutputs:
+    """What the first window is given for the sums before it."""
+    before = ready.builder.before(ready.traced)
+    return jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), before)
