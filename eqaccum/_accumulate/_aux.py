@@ -126,10 +126,7 @@ def finish_aux(spec: AuxSpec, sums: list[Array], weight: Array) -> list[Array]:
 
 
 def _plain_kind(leaf: Any, name: str, *, row_axis: bool) -> Kind:
-    try:
-        array = jnp.asarray(leaf)
-    except TypeError as error:
-        raise _errors.aux_not_array(name, leaf) from error
+    array = _array(leaf, name)
     if array.ndim > (1 if row_axis else 0):
         return Kind.ROWS
     if row_axis and array.ndim == 0:
@@ -140,25 +137,29 @@ def _plain_kind(leaf: Any, name: str, *, row_axis: bool) -> Kind:
 
 
 def _wide(value: Any, name: str) -> Array:
-    try:
-        array = jnp.asarray(value)
-    except TypeError as error:
-        raise _errors.aux_not_array(name, value) from error
+    array = _array(value, name)
     return array.astype(
         accumulator_dtype(array.dtype) if _inexact(array) else "float32"
     )
 
 
 def _countable(value: Any, name: str) -> Array:
-    try:
-        array = jnp.asarray(value)
-    except TypeError as error:
-        raise _errors.aux_not_array(name, value) from error
+    array = _array(value, name)
     if array.dtype == jnp.bool_:
         return array.astype(jnp.int32)
     if _inexact(array):
         return array.astype(accumulator_dtype(array.dtype))
     return array.astype(jnp.promote_types(array.dtype, jnp.int32))
+
+
+def _array(value: Any, name: str) -> Array:
+    # JAX would try to read a number out of text.
+    if isinstance(value, str | bytes):
+        raise _errors.aux_not_array(name, value)
+    try:
+        return jnp.asarray(value)
+    except TypeError as error:
+        raise _errors.aux_not_array(name, value) from error
 
 
 def _inexact(array: Array) -> bool:

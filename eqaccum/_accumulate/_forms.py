@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from .. import _errors
 from .._tree import Partition
-from .._types import Mean, Means, accumulator_dtype
+from .._types import Mean, Means, Own, accumulator_dtype
 from . import _aux
 from ._records import Form
 
@@ -26,7 +26,7 @@ class SharedKey(eqx.Module):
     fn: Any
 
 
-def batched(fn: Callable, *, weighted: bool = False) -> Batched:
+def batched(fn: Own[Callable, ...], *, weighted: bool = False) -> Batched:
     """A loss that is written for a whole microbatch instead of one example.
 
     It still must be a sum over rows: what a row contributes may not depend on the
@@ -55,7 +55,7 @@ def batched(fn: Callable, *, weighted: bool = False) -> Batched:
     return Batched(fn, weighted)
 
 
-def shared_key(fn: Callable) -> Any:
+def shared_key(fn: Own[Callable, ...]) -> Any:
     """A loss that also takes a key shared by all examples of the step, last.
 
     **Arguments:**
@@ -181,7 +181,7 @@ class _Caller:
         args = [self.rows.example(self.rows.leaves), self.rows.keys]
         return self._unpack(self._call(loss.fn, args, last), row_axis=True)
 
-    def _call(self, fn: Callable, args: list[Any], last: tuple[Any, ...]) -> Any:
+    def _call(self, fn: Any, args: list[Any], last: tuple[Any, ...]) -> Any:
         head = [self.model]
         if self.state_partition is not None:  # a clone: a consumed State raises
             head.append(self.state_partition.join([], self.state))

@@ -6,3 +6,4 @@ from ._layout import Layout as Layout, read as read
 from ._open import open_source as open_source
 from ._order import Slots as Slots, epoch_order as epoch_order, slots as slots
 from ._source import Source as Source
+from ._weights import batch_weights as batch_weights

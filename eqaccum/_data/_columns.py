@@ -28,6 +28,10 @@ class ColumnSource(Source):
     can_shuffle = True
     restartable = True
 
+    @property
+    def has_values(self) -> bool:
+        return self.flat.has_values
+
     def epoch(
         self,
         epoch: int,

@@ -26,6 +26,11 @@ class Source(abc.ABC):
     can_shuffle: bool
     restartable: bool
 
+    @property
+    def has_values(self) -> bool:
+        """Whether there is more than shapes, which are enough for a plan."""
+        return True
+
     @abc.abstractmethod
     def epoch(
         self,

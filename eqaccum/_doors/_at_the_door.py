@@ -3,26 +3,14 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from beartype.door import is_bearable
 
 from .. import _errors
+from .._types import Own as Own
 
 _F = TypeVar("_F", bound=Callable)
-
-if TYPE_CHECKING:
-    from typing import Annotated as Own
-else:
-
-    class Own:
-        """`Own[int | None, ...]`: a type that eqaccum checks itself, in its own words.
-
-        A type checker reads the type; at run time everything is let through to there.
-        """
-
-        def __class_getitem__(cls, types: Any) -> Any:
-            return Any
 
 
 def at_the_door(fn: _F) -> _F:

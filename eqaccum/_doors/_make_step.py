@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 from .. import _errors
 from .._mesh import default_placement
 from .._plan import Plan
-from .._step import Settings, Step
+from .._step import Settings, Step, check_settings, refuse_uncalled
 from ._at_the_door import Own, at_the_door
 
 DEFAULT_OPTIMIZER = "adamw(1e-3)"
@@ -75,14 +75,28 @@ def make_step(
             train, metrics = step(train, batch)
         ```
     """
-    if not isinstance(optimizer, optax.GradientTransformation) and callable(optimizer):
-        raise _errors.optimizer_of_steps()
+    if not isinstance(optimizer, optax.GradientTransformation):
+        refuse_uncalled(optimizer)
+        if callable(optimizer):
+            raise _errors.optimizer_of_steps()
+    placement = default_placement()
+    check_settings(
+        loss=loss,
+        global_batch=global_batch,
+        placement=placement,
+        penalty=penalty,
+        microbatch=microbatch,
+        memory_limit=memory_limit,
+        plan=plan,
+        compute_dtype=compute_dtype,
+        nonfinite=nonfinite,
+    )
     return Step(
         Settings(
             loss=loss,
             optimizer=optimizer,
             global_batch=global_batch,
-            placement=default_placement(),
+            placement=placement,
             in_axes=in_axes,
             has_aux=has_aux,
             penalty=penalty,

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import optax
 from jaxtyping import PyTree
 
@@ -11,7 +10,7 @@ from .._accumulate import DefaultLoss, choose_default_loss
 from .._data import Source, open_source
 from .._mesh import DATA
 from .._plan import Plan
-from .._step import check_compute_dtype
+from .._step import check_compute_dtype, check_global_batch, choose_optimizer
 from ._at_the_door import Own, at_the_door
 from ._make_step import make_step
 
@@ -35,6 +34,9 @@ _IGNORED_BY_PLAN = (
     "drop_remainder",
     "progress",
 )
+
+# A plan does not depend on the length of an optimizer's schedule.
+_SOME_STEPS = 1000
 
 
 @at_the_door
@@ -88,11 +90,9 @@ def plan(
     )
     if optimizer is None:
         optimizer = optax.adamw(1e-3)
-    elif not isinstance(optimizer, optax.GradientTransformation):
-        optimizer = _asked_for(optimizer)
     step = make_step(
         prepared.fn,
-        optimizer,
+        choose_optimizer(optimizer, _SOME_STEPS),
         global_batch=rows_per_step(global_batch, source),
         in_axes=in_axes,
         **known,
@@ -125,18 +125,9 @@ def prepare_loss(
     )
 
 
-def rows_per_step(global_batch: Any, source: Source) -> Any:
+def rows_per_step(global_batch: Any, source: Source) -> int:
     """The global batch, or all rows where the data have fewer."""
-    if source.rows is None or not isinstance(global_batch, int | np.integer):
-        return global_batch
-    return min(int(global_batch), source.rows) if global_batch > 0 else global_batch
-
-
-def _asked_for(optimizer: Any) -> optax.GradientTransformation:
-    """A function of the total number of steps, asked for some number of them."""
-    if not callable(optimizer):
-        raise _errors.not_an_optimizer(optimizer)
-    made = optimizer(1000)  # the plan does not depend on a schedule's length
-    if not isinstance(made, optax.GradientTransformation):
-        raise _errors.not_an_optimizer(made)
-    return made
+    check_global_batch(global_batch)
+    if source.rows is None:
+        return int(global_batch)
+    return min(int(global_batch), source.rows)

@@ -194,7 +194,7 @@ def weights_dtype(dtype: object) -> InputError:
     )
 
 
-def weights_value(row: int, value: float) -> InputError:
+def weights_value(row: int, value: float | int) -> InputError:
     return InputError(
         f"The weight of row {row} is {value}; a weight must be finite in float32 and "
         "not negative, 0 for a row that does not count."
@@ -229,6 +229,14 @@ def iterator_used_up(data: object) -> InputError:
         "is over and another was asked for. Pass an object that starts afresh at each "
         "`iter(...)` (a loader, or a class whose `__iter__` makes the generator), or "
         "ask for one epoch."
+    )
+
+
+def one_epoch(epochs: int, description: str) -> InputError:
+    return InputError(
+        f"epochs={epochs}, but the data, {description}, is an iterator, which can be "
+        "read once. Pass an object that starts afresh at each `iter(...)` (a loader, "
+        "or a class whose `__iter__` makes the generator), or leave epochs= out."
     )
 
 

@@ -24,6 +24,13 @@ def structure_changed(expected: Any, got: Any) -> InputError:
     )
 
 
+def model_of_shapes() -> InputError:
+    return InputError(
+        "the model (or its state) holds jax.ShapeDtypeStruct, which tells shapes "
+        "without any values: enough for eqaccum.plan, not for training. Pass arrays."
+    )
+
+
 def trainable_not_prefix(error: Exception | None) -> InputError:
     return InputError(
         "trainable= is not a prefix of the model"
@@ -266,11 +273,12 @@ def aux_without_rows(name: str) -> InputError:
 
 
 def not_a_key(key: Any) -> InputError:
-    shape = getattr(key, "shape", None)
-    what = f"{type(key).__name__}" + (f" of shape {shape}" if shape is not None else "")
+    what = repr(key)
+    if hasattr(key, "shape"):
+        what = f"an array of dtype {key.dtype} and shape {key.shape}"
     return InputError(
-        f"key= is a {what}; expected one PRNG key: jax.random.key(0), or a legacy "
-        "uint32 key of shape (2,)."
+        f"key={what} ({type(key).__name__}) was passed; expected one PRNG key: "
+        "jax.random.key(0), or a legacy uint32 key of shape (2,)."
     )
 
 

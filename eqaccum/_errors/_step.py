@@ -3,6 +3,7 @@
 from typing import Any
 
 from ._exceptions import InputError, NonFiniteError, StepError
+from ._loss import name_of
 
 
 def not_an_optimizer(optimizer: Any) -> InputError:
@@ -52,6 +53,14 @@ def optimizer_leaf(name: str, path: str, was: Any, now: Any) -> InputError:
     )
 
 
+def optimizer_not_called(optimizer: Any) -> InputError:
+    name = f"optax.{optimizer.__name__}"
+    return InputError(
+        f"optimizer={name} is the function that makes an optimizer, and would get the "
+        f"number of steps as its learning rate. Call it: {name}(1e-3), say."
+    )
+
+
 def optimizer_of_steps() -> InputError:
     return InputError(
         "optimizer= is a function of the total number of steps, which make_step and "
@@ -81,7 +90,15 @@ def bad_compute_dtype(value: Any) -> InputError:
 def penalty_value(shape: Any, dtype: Any) -> InputError:
     return InputError(
         f"the penalty returned {dtype}{shape}; expected a float scalar, a function of "
-        "the model alone."
+        "the model alone. Reduce it, for example with jnp.sum(...)."
+    )
+
+
+def penalty_arguments(penalty: Any, signature: Any) -> InputError:
+    return InputError(
+        f"the penalty {name_of(penalty)}{signature} cannot be called with (model), "
+        "which is what eqaccum passes: a penalty is a function of the model alone. A "
+        "term that looks at the data belongs in the loss."
     )
 
 
@@ -113,11 +130,19 @@ def foreign_train_state() -> InputError:
     )
 
 
-def inside_jit() -> InputError:
+def not_a_train_state(train: Any) -> InputError:
     return InputError(
-        "step(train, batch) was called inside jax.jit or another transformation; it "
-        "runs compiled programs of its own and waits for them. Call it outside; inside "
-        "use eqaccum.value_and_grad."
+        f"a {type(train).__name__} was passed where a TrainState was expected. Make "
+        "one by train = step.init(model, key); then train, metrics = step(train, "
+        "batch)."
+    )
+
+
+def inside_jit(name: str) -> InputError:
+    return InputError(
+        f"{name}(...) was called inside jax.jit or another transformation; it runs "
+        "compiled programs of its own and waits for them. Call it outside; inside use "
+        "eqaccum.value_and_grad."
     )
 
 

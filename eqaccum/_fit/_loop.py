@@ -21,7 +21,7 @@ from .._doors import (
     rows_per_step,
 )
 from .._plan import Plan
-from .._step import Placed, Step
+from .._step import Placed, Step, check_values, choose_optimizer, refuse_uncalled
 from .._types import Metrics, TrainState
 from ._history import History
 from ._interrupt import Interrupt
@@ -123,7 +123,10 @@ def fit(
         ```
     """
     key_data = run_key(key)
+    check_values(model, state)
     source = open_source(data, in_axes=in_axes, example_weights=example_weights)
+    if not source.has_values:
+        raise _errors.only_shapes()
     rows = rows_per_step(global_batch, source)
     chosen = prepare_loss(
         loss, model, state, source, compute_dtype=compute_dtype, axis_name=axis_name
@@ -189,10 +192,10 @@ class _Length:
 
 def _length(
     source: Source,
-    global_batch: Any,
+    global_batch: int,
     *,
-    epochs: int | None,
-    steps: int | None,
+    epochs: Any,
+    steps: Any,
     drop_remainder: bool,
     shuffle: bool | None,
 ) -> _Length:
@@ -200,15 +203,13 @@ def _length(
         whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
         if value is not None and (not whole or value < 1):
             raise _errors.bad_count(name, value)
-    if isinstance(global_batch, bool) or not isinstance(global_batch, int | np.integer):
-        raise _errors.bad_global_batch(global_batch)
-    if global_batch < 1:
-        raise _errors.bad_global_batch(global_batch)
     if shuffle and not source.can_shuffle:
         raise _errors.cannot_shuffle(source.description)
     if epochs is None and steps is None:
         epochs = 1
-    per_epoch = source.batches_per_epoch(int(global_batch), drop_remainder)
+    if epochs is not None and epochs > 1 and not source.restartable:
+        raise _errors.one_epoch(epochs, source.description)
+    per_epoch = source.batches_per_epoch(global_batch, drop_remainder)
     total = steps
     if epochs is not None and per_epoch is not None:
         total = min(epochs * per_epoch, steps or epochs * per_epoch)
@@ -219,18 +220,11 @@ def _length(
 def _optimizer(optimizer: Any, total: int | None) -> optax.GradientTransformation:
     if optimizer is None:
         return optax.adamw(1e-3)
-    if isinstance(optimizer, optax.MultiSteps):
-        raise _errors.accumulates_already()
-    if isinstance(optimizer, optax.GradientTransformation):
-        return optimizer
-    if not callable(optimizer):
-        raise _errors.not_an_optimizer(optimizer)
-    if total is None:
+    given = isinstance(optimizer, optax.GradientTransformation | optax.MultiSteps)
+    if total is None and callable(optimizer) and not given:
+        refuse_uncalled(optimizer)
         raise _errors.total_unknown()
-    made = optimizer(total)
-    if not isinstance(made, optax.GradientTransformation):
-        raise _errors.not_an_optimizer(made)
-    return made
+    return choose_optimizer(optimizer, total or 0)
 
 
 def _target(source: Source) -> int:
