@@ -82,12 +82,9 @@ def choose_default_loss(
 
 def check_labels(chunks: Iterable[np.ndarray], classes: int) -> None:
     """Refuses labels outside of `range(classes)`."""
-    low = high = 0
-    for chunk in chunks:
-        if chunk.size:
-            low, high = min(low, int(chunk.min())), max(high, int(chunk.max()))
-    if low < 0 or high >= classes:
-        raise _errors.label_range(low, high, classes)
+    ends = [int(end) for c in chunks if c.size for end in (c.min(), c.max())]
+    if ends and not 0 <= min(ends) <= max(ends) < classes:
+        raise _errors.label_range(min(ends), max(ends), classes)
 
 
 def check_not_one_hot(rows: np.ndarray) -> None:

@@ -132,7 +132,7 @@ def fit(
         loss, model, state, source, compute_dtype=compute_dtype, axis_name=axis_name
     )
     if chosen.classes is not None:
-        check_labels(source.column_chunks(_target(source)), chosen.classes)
+        check_labels(_targets(source), chosen.classes)
     elif loss is None:
         for chunk in source.column_chunks(_target(source)):
             check_not_one_hot(chunk)
@@ -230,6 +230,15 @@ def _optimizer(optimizer: Any, total: int | None) -> optax.GradientTransformatio
 def _target(source: Source) -> int:
     """The position of y, the last row leaf of data `(x, y)`."""
     return len(source.layout.row_structs) - 1
+
+
+def _targets(source: Source) -> Iterator[np.ndarray]:
+    """All targets that count, in pieces: those of rows of weight 0 do not."""
+    start = 0
+    for chunk in source.column_chunks(_target(source)):
+        stop = start + len(chunk)
+        yield chunk if source.weights is None else chunk[source.weights[start:stop] > 0]
+        start = stop
 
 
 def _say_start(
