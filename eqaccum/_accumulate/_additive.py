@@ -95,6 +95,8 @@ class AdditivePasses(Passes):
             return Sums([], PassOutputs([], out.weights, out.state, [], []))
 
         start = zeros(self.outputs.weights)
+        if before is not None:
+            start = _cleared(batch, before)
         return run(
             one, cut, batch, Sums([], PassOutputs([], start, state, [], []))
         ).outputs.weights

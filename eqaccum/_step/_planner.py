@@ -99,6 +99,10 @@ class Planner:
     def more_passes(self, failed: Ready) -> Ready | None:
         """The next smaller microbatch after one that ran out of memory, None at 1."""
         _ran_out.add(failed.accumulate.key)
+        known = failed.plan.limit_bytes
+        limit = None
+        if known is not None:
+            limit = Limit(known, failed.plan.limit_source, given=False)
         self._windows = failed.cut.windows
         rows = -(-self._rows // self._windows)
         devices = failed.cut.devices
@@ -110,7 +114,7 @@ class Planner:
         for k in larger:
             n = -(-rows // (devices * k))
             try:
-                return self._finished(lambda n=n: self._pin(n, None), None)
+                return self._finished(lambda n=n: self._pin(n, limit), limit)
             except _errors.DoesNotFit:
                 continue
         return None
@@ -222,7 +226,7 @@ class Planner:
         sizes = self._sizes(traced)
         parts = self._parts(sizes, 2 * self._batch_bytes(sizes, cut))
         fixed = parts.total
-        if lowered.key in _ran_out:
+        if lowered.key in _ran_out and self._pinned is None:
             return Measurement(None, fixed, 0.0, RAN_OUT, fits=False, parts=parts)
         if lowered.key in _measured and not lowered.kept:
             need = self._with_others(_measured[lowered.key], traced, sizes, cut)
