@@ -88,6 +88,17 @@ from ._loss import (
     trainable_not_prefix as trainable_not_prefix,
     written_for_batch as written_for_batch,
 )
+from ._losses import (
+    bad_block_rows as bad_block_rows,
+    bad_top_k as bad_top_k,
+    loss_assigned as loss_assigned,
+    loss_hard_negatives as loss_hard_negatives,
+    loss_probabilities as loss_probabilities,
+    loss_rows as loss_rows,
+    loss_sides as loss_sides,
+    loss_views as loss_views,
+    loss_weights as loss_weights,
+)
 from ._plan import (
     bad_bytes as bad_bytes,
     bad_cache_switch as bad_cache_switch,
