@@ -323,11 +323,8 @@ def _weight(value: Any, total: Array) -> Array:
         raise _errors.loss_dtype(weight.dtype)
     if weight.shape != total.shape:
         raise _errors.mean_shapes(total.shape, weight.shape)
-    dtype = weight.dtype
-    wide = (
-        accumulator_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else "float32"
-    )
-    return weight.astype(wide)
+    # As wide as the total: what is divided by is summed as exactly as what is divided.
+    return weight.astype(jnp.promote_types(total.dtype, weight.dtype))
 
 
 def _add_up(out: _Output, weights: Array, *, weighted: bool) -> Terms:

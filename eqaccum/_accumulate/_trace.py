@@ -21,7 +21,7 @@ from .._tree import Partition, Role
 from .._types import accumulator_dtype
 from . import _forms, _keys
 from ._aux import AuxSpec
-from ._jaxpr import Left, hoist
+from ._jaxpr import Left, hoist, walk
 from ._records import Arguments, PassInputs, PassOutputs
 
 
@@ -88,6 +88,9 @@ def trace(
 
 
 def gradient_of(forward: Traced) -> Callable:
+    """`gradient(captured, inputs)` of one pass, by the forward jaxpr's transpose."""
+    overflows = _holds_float16(forward.jaxpr)
+
     def gradient(
         captured: list[Array], inputs: PassInputs
     ) -> tuple[list[Array], PassOutputs]:
@@ -101,10 +104,7 @@ def gradient_of(forward: Traced) -> Callable:
         trainable = inputs.arguments.trainable
         totals, pull, out = jax.vjp(totals_of, trainable, has_aux=True)
         ratios = inputs.ratios or [jnp.ones((), totals[0].dtype)]
-        if any(leaf.dtype == jnp.float16 for leaf in trainable):
-            scale = _power_of_two_near(1 / out.weights[0])
-        else:
-            scale = None
+        scale = _power_of_two_near(1 / out.weights[0]) if overflows else None
         seeds = [r if scale is None else r * scale.astype(r.dtype) for r in ratios]
         (grads,) = pull(seeds)
         return [widened(grad, scale) for grad in grads], out
@@ -117,10 +117,20 @@ def widened(grad: Array, scale: Array | None) -> Array:
     return wide if scale is None else wide / scale.astype(wide.dtype)
 
 
+def _holds_float16(jaxpr: Any) -> bool:
+    """Whether anything is computed in float16, the one dtype whose sums overflow."""
+    return any(
+        getattr(atom.aval, "dtype", None) == jnp.float16
+        for eqn in walk(jaxpr)
+        for atom in (*eqn.invars, *eqn.outvars)
+    )
+
+
 def _power_of_two_near(value: Float[Array, ""]) -> Float[Array, ""]:
-    """float16 sums overflow; a power of two scales them without rounding."""
+    """A power of two scales without rounding (`exp2` is not exact on every backend)."""
     finite = jnp.where(jnp.isfinite(value) & (value > 0), value, jnp.ones_like(value))
-    return jnp.exp2(jnp.round(jnp.log2(finite)))
+    exponent = jnp.round(jnp.log2(finite)).astype(jnp.int32)
+    return jnp.ldexp(jnp.ones_like(finite), exponent)
 
 
 def _call_loss(spec: LossSpec, loss: Any, inputs: PassInputs) -> _forms.Terms:

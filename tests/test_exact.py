@@ -1,0 +1,158 @@
+"""The gradient is that of the full batch, for every cut, weights, form and dtype."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from reference import (
+    KINDS,
+    TOLERANCE,
+    WEIGHTS,
+    assert_same_kind,
+    batch_of,
+    distinct_cuts,
+    error,
+    full_batch,
+    make,
+    weights_of,
+)
+
+import eqaccum
+
+KEY = jax.random.key(11)
+SIZES = (1, 7, 8, 10, 64)
+
+
+def value_and_grad(kind, model, state, batch, *, microbatch, weights=None, key=KEY):
+    fn = eqaccum.value_and_grad(kind.loss, microbatch=microbatch, has_aux=kind.has_aux)
+    out, grads = fn(model, batch, key=key, weights=weights, state=state)
+    value = out[0] if kind.has_aux or kind.has_state else out
+    return value, grads
+
+
+def check(kind, rows, microbatch, *, weights=WEIGHTS, dtype=jnp.float32):
+    model, state = make(kind, dtype)
+    batch = batch_of(rows, dtype)
+    for name in weights:
+        w = weights_of(rows, name)
+        value, grads = value_and_grad(
+            kind, model, state, batch, microbatch=microbatch, weights=w
+        )
+        want, want_grads = full_batch(kind, model, batch, w, KEY)
+        tolerance = TOLERANCE[jnp.dtype(dtype).name]
+        assert_same_kind(grads, want_grads)
+        assert error(grads, want_grads) <= tolerance, name
+        assert abs(value - want) <= tolerance * abs(want), name
+
+
+@pytest.mark.parametrize(
+    "rows,microbatch", [(rows, n) for rows in SIZES for n in distinct_cuts(rows)]
+)
+def test_every_cut(rows, microbatch):
+    check(KINDS["scalar"], rows, microbatch)
+
+
+@pytest.mark.parametrize("rows,microbatch", [(1, 1), (7, 7), (7, 1), (10, 3), (64, 7)])
+def test_several_means_with_state_and_aux(rows, microbatch):
+    check(KINDS["state_means_aux"], rows, microbatch)
+
+
+@pytest.mark.parametrize("microbatch", [4, 10])
+@pytest.mark.parametrize("name", [k for k in KINDS if k != "scalar"])
+def test_every_kind(name, microbatch):
+    check(KINDS[name], 10, microbatch)
+
+
+# --- dtypes ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name,rows,microbatch",
+    [
+        ("scalar", 64, 7),
+        ("scalar", 7, 7),
+        ("mean", 10, 4),
+        ("means", 10, 4),
+        ("weighted", 10, 4),
+        ("dropout", 10, 3),
+        ("shared_key", 10, 3),
+        ("state_means_aux", 10, 3),
+    ],
+)
+def test_float64(name, rows, microbatch):
+    with jax.enable_x64(True):
+        check(KINDS[name], rows, microbatch, dtype=jnp.float64)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "name,rows,microbatch",
+    [("scalar", 64, 1), ("scalar", 64, 7), ("scalar", 64, 64), ("means", 10, 4)],
+)
+def test_narrow_parameters(name, rows, microbatch, dtype):
+    """At most twice the error of the full batch in that dtype, over some batches."""
+    kind = KINDS[name]
+    model, _ = make(kind, dtype)
+    errors = {"ours": [], "full": []}
+    for seed, weights in itertools.product(range(4), WEIGHTS):
+        batch = batch_of(rows, dtype, seed)
+        w = weights_of(rows, weights)
+        ours = value_and_grad(
+            kind, model, None, batch, microbatch=microbatch, weights=w
+        )
+        full = full_batch(kind, model, batch, w, KEY)
+        with jax.enable_x64(True):
+            exact = full_batch(kind, widened(model), widened(batch), w, KEY)
+        assert_same_kind(ours[1], full[1])
+        for name, got in (("ours", ours), ("full", full)):
+            pairs = zip(got, exact, strict=True)
+            errors[name].append([error(*pair) for pair in pairs])
+    rms = {k: np.sqrt(np.mean(np.square(v), axis=0)) for k, v in errors.items()}
+    assert np.all(rms["ours"] <= 2 * rms["full"] + 1e-6), rms
+
+
+def widened(tree):
+    return jax.tree.map(
+        lambda x: jnp.asarray(x, jnp.float64) if is_floating(x) else x, tree
+    )
+
+
+def is_floating(x) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+@pytest.mark.parametrize("microbatch", [1, 100, 512])
+def test_bfloat16_sums_do_not_stop_growing(microbatch):
+    """Summed in bfloat16, 512 ones stop at 256."""
+    fn = eqaccum.value_and_grad(lambda w, x, key: w * x, microbatch=microbatch)
+    value, gradient = fn(jnp.bfloat16(1), np.ones(512, np.float32))
+    assert gradient.dtype == jnp.bfloat16
+    assert (float(value), float(gradient)) == (1, 1)
+
+
+@pytest.mark.parametrize("microbatch", [1, 100, 512])
+def test_float16_sums_do_not_overflow(microbatch):
+    """512 gradients of 1024 sum to 524,288; float16 ends at 65,504."""
+    fn = eqaccum.value_and_grad(lambda w, x, key: w * x, microbatch=microbatch)
+    value, gradient = fn(jnp.float16(1), np.full(512, 1024, np.float16))
+    assert gradient.dtype == jnp.float16
+    assert (float(value), float(gradient)) == (1024, 1024)
+
+
+@pytest.mark.parametrize("microbatch", [100, 512])
+def test_float16_computation_does_not_overflow(microbatch):
+    """The same where only the computation is in float16."""
+    step = eqaccum.make_step(
+        lambda w, x, key: (w * x).astype(jnp.float32),
+        optax.sgd(1.0),
+        global_batch=512,
+        microbatch=microbatch,
+        compute_dtype=jnp.float16,
+    )
+    train = step.init(jnp.float32(0))
+    train, metrics = step(train, np.full(512, 1024, np.float16))
+    assert float(metrics.grad_norm) == 1024
+    assert (train.model.dtype, float(train.model)) == (jnp.float32, -1024)
