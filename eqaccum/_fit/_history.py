@@ -53,9 +53,11 @@ class History(Mapping[str, np.ndarray]):
         return float(self._read[name][-1])
 
     def _flush(self) -> None:
-        for entry in jax.device_get(self._waiting):
-            for name, value in entry.items():
-                self._read.setdefault(name, []).append(value)
+        # device_get sorts the names
+        read = jax.device_get(self._waiting)
+        for names, entry in zip(self._waiting, read, strict=True):
+            for name in names:
+                self._read.setdefault(name, []).append(entry[name])
         self._waiting = []
 
     def __getitem__(self, name: str) -> np.ndarray:

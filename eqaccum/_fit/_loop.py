@@ -189,6 +189,19 @@ class _Length:
     shuffle: bool
     drop_remainder: bool
 
+    def __str__(self) -> str:
+        epochs = _counted(self.epochs, "epoch")
+        steps = _counted(self.steps, "step")
+        if self.epochs is None or self.steps is None:
+            return epochs or steps
+        return epochs + (" = " if self.per_epoch else ", at most ") + steps
+
+
+def _counted(count: int | None, what: str) -> str:
+    if count is None:
+        return ""
+    return f"{count:,} {what}" + ("s" if count > 1 else "")
+
 
 def _length(
     source: Source,
@@ -199,10 +212,7 @@ def _length(
     drop_remainder: bool,
     shuffle: bool | None,
 ) -> _Length:
-    for name, value in (("epochs", epochs), ("steps", steps)):
-        whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        if value is not None and (not whole or value < 1):
-            raise _errors.bad_count(name, value)
+    epochs, steps = _count("epochs", epochs), _count("steps", steps)
     if shuffle and not source.can_shuffle:
         raise _errors.cannot_shuffle(source.description)
     if epochs is None and steps is None:
@@ -215,6 +225,15 @@ def _length(
         total = min(epochs * per_epoch, steps or epochs * per_epoch)
     mixed = source.can_shuffle if shuffle is None else shuffle
     return _Length(epochs, total, per_epoch, mixed, drop_remainder)
+
+
+def _count(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or value < 1:
+        raise _errors.bad_count(name, value)
+    return int(value)
 
 
 def _optimizer(optimizer: Any, total: int | None) -> optax.GradientTransformation:
@@ -249,17 +268,11 @@ def _say_start(
     default_optimizer: bool,
     plan: Plan,
 ) -> None:
-    if length.epochs is None:
-        duration = f"{length.steps:,} steps"
-    else:
-        duration = f"{length.epochs:,} epoch" + ("s" if length.epochs > 1 else "")
-        if length.steps is not None:
-            duration += f" = {length.steps:,} step" + ("s" if length.steps > 1 else "")
     chosen = loss_name + (f", {DEFAULT_OPTIMIZER}" if default_optimizer else "")
     fewer = ""
     if source.rows is not None and asked > source.rows:
         fewer = f"; global_batch={asked:,} is above the {source.rows:,} rows"
-    _errors.say(f"{source.description}, {duration}; {chosen}{fewer}; {plan.summary()}")
+    _errors.say(f"{source.description}, {length}; {chosen}{fewer}; {plan.summary()}")
 
 
 @dataclass
