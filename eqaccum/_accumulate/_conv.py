@@ -6,10 +6,11 @@ arrays that layout, but look at the entry computation only: inside of the `while
 `channels_last` does what those passes would have done, on the jaxpr.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 from jax.extend.core import (
     ClosedJaxpr,
     JaxprEqn,
@@ -20,9 +21,9 @@ from jax.extend.core import (
 )
 from jax.extend.core.primitives import transpose_p
 from jax.extend.linear_util import wrap_init
-from jax.lax import ConvDimensionNumbers
 
 from .. import _errors
+from ._convolve import Convolution, channels_last_numbers
 from ._jaxpr import AnyJaxpr, map_subjaxprs, open_jaxpr, plain_jit_params
 from ._layout import RULES, Permutation, inverse, is_identity, laid_out
 
@@ -210,18 +211,20 @@ class _Scope:
             self._broadcasts[eqn.outvars[0]] = eqn
 
     def _add_convolution(self, eqn: JaxprEqn) -> None:
-        numbers = eqn.params["dimension_numbers"]
-        lhs, rhs, out = (
-            inverse((*ends[:1], *spatial, *ends[1:]))
-            for ends, spatial in (
-                (numbers.lhs_spec[:2], numbers.lhs_spec[2:]),
-                ((), (*numbers.rhs_spec[2:], *numbers.rhs_spec[1::-1])),
-                (numbers.out_spec[:2], numbers.out_spec[2:]),
-            )
+        numbers, rank = eqn.params["dimension_numbers"], _rank(eqn.invars[0])
+        lhs, out = (
+            inverse((spec[0], *spec[2:], spec[1]))
+            for spec in (numbers.lhs_spec, numbers.out_spec)
         )
-        invars = [self.array(eqn.invars[0], lhs), self.array(eqn.invars[1], rhs)]
-        new = {"dimension_numbers": _channels_last_numbers(len(lhs))}
-        self._emit(eqn, invars, [out], eqn.params | new)
+        kernel = inverse((*numbers.rhs_spec[2:], *numbers.rhs_spec[1::-1]))
+        invars = [self.array(eqn.invars[0], lhs), self.array(eqn.invars[1], kernel)]
+        convolution = Convolution.of(eqn.params)
+        if convolution.is_plain(*(atom.aval.shape for atom in invars)):
+            new = {"dimension_numbers": channels_last_numbers(rank)}
+            self._emit(eqn, invars, [out], eqn.params | new)
+        else:
+            outvars = self._outvars(eqn, [out])
+            self.eqns += _traced_in_place_of(eqn, convolution, invars, outvars)
 
     def _add_call(self, eqn: JaxprEqn) -> None:
         homes = tuple(self.home(atom) for atom in eqn.invars)
@@ -260,14 +263,17 @@ class _Scope:
         outs: Sequence[Permutation | None],
         params: dict[str, Any],
     ) -> None:
-        outvars = [
-            var if out is None or is_identity(out) else self.new_array(var, out)
-            for var, out in zip(eqn.outvars, outs, strict=True)
-        ]
+        outvars = self._outvars(eqn, outs)
         kept = _same(invars, eqn.invars) and _same(outvars, eqn.outvars)
         if not kept or params != eqn.params:
             eqn = eqn.replace(invars=list(invars), outvars=outvars, params=params)
         self.eqns.append(eqn)
+
+    def _outvars(self, eqn: JaxprEqn, outs: Sequence[Permutation | None]) -> list[Var]:
+        return [
+            var if out is None or is_identity(out) else self.new_array(var, out)
+            for var, out in zip(eqn.outvars, outs, strict=True)
+        ]
 
     def _emit_transpose(self, source: Any, permutation: Permutation, out: Var) -> None:
         params = {"permutation": tuple(permutation)}
@@ -300,11 +306,30 @@ def _new_var(atom: Any, permutation: Permutation) -> Var:
     return Var(atom.aval.update(shape=laid_out(atom.aval.shape, permutation)))
 
 
-def _channels_last_numbers(rank: int) -> ConvDimensionNumbers:
-    """`NHWC`, `HWIO`, `NHWC`, for any number of spatial axes."""
-    spatial = range(rank - 2)
-    ends = (0, rank - 1, *(axis + 1 for axis in spatial))
-    return ConvDimensionNumbers(ends, (rank - 1, rank - 2, *spatial), ends)
+def _traced_in_place_of(
+    eqn: JaxprEqn,
+    fn: Callable[..., Any],
+    invars: Sequence[Any],
+    outvars: Sequence[Var],
+) -> list[JaxprEqn]:
+    """The equations of `fn`, for these variables, under the name of `eqn`."""
+    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
+    jaxpr = jax.make_jaxpr(fn)(*structs).jaxpr
+    outer = dict(zip(jaxpr.invars, invars, strict=True))
+    outer |= zip(jaxpr.outvars, outvars, strict=True)
+
+    def renamed(atoms: Sequence[Any]) -> list[Any]:
+        return [a if isinstance(a, Literal) else outer.get(a, a) for a in atoms]
+
+    return [
+        new.replace(
+            invars=renamed(new.invars),
+            outvars=renamed(new.outvars),
+            source_info=eqn.source_info,
+            ctx=eqn.ctx,
+        )
+        for new in jaxpr.eqns
+    ]
 
 
 # Equations that run one jaxpr on all of their inputs and return what it returns.
