@@ -1,5 +1,6 @@
 """The words of the library: what a loss returns and what a step gives back."""
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
@@ -229,4 +230,10 @@ class TrainState(eqx.Module):
 
 def accumulator_dtype(dtype: Any) -> np.dtype:
     """float32 for narrower floats, the dtype itself for wider ones and complex."""
-    return jax.numpy.promote_types(dtype, np.float32)
+    return wider(dtype, np.float32)
+
+
+def wider(*dtypes: Any) -> np.dtype:
+    """The dtype that JAX promotes to, also where implicit promotion is forbidden."""
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jax.numpy.promote_types, dtypes)

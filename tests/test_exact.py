@@ -156,3 +156,34 @@ def test_float16_computation_does_not_overflow(microbatch):
     train, metrics = step(train, np.full(512, 1024, np.float16))
     assert float(metrics.grad_norm) == 1024
     assert (train.model.dtype, float(train.model)) == (jnp.float32, -1024)
+
+
+def test_where_implicit_promotion_is_forbidden():
+    """The library's own arithmetic promotes nothing implicitly; Optax's may."""
+
+    def loss(weight, example, key):
+        x, number = example
+        total = jnp.sum(weight * x)
+        aux = {"sum": eqaccum.Sum(jnp.max(number)), "sign": total > 0, "total": total}
+        half = eqaccum.Mean(total, jnp.sum(number))
+        return half + eqaccum.Mean(total.astype(jnp.float32), True), aux
+
+    x = np.arange(30, dtype=np.float32).reshape(10, 3).astype(jnp.bfloat16)
+    batch = (x, np.full((10, 3), 2, np.uint8))
+    with jax.numpy_dtype_promotion("strict"):
+        step = eqaccum.make_step(
+            loss,
+            optax.adamw(1e-3),
+            global_batch=10,
+            microbatch=4,
+            has_aux=True,
+            penalty=lambda weight: jnp.sum(weight),
+        )
+        train, metrics = step(step.init(jnp.ones(3, jnp.bfloat16)), batch)
+    assert train.model.dtype == jnp.bfloat16
+    assert float(metrics.loss) == np.float32(435 / 60) + np.float32(435 / 10)
+    assert {name: float(value) for name, value in metrics.aux.items()} == {
+        "sum": 20,
+        "sign": 1,
+        "total": 7.25 * 6,
+    }

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .. import _errors
-from .._types import Mean, Means, Sum, accumulator_dtype
+from .._types import Mean, Means, Sum, accumulator_dtype, wider
 
 
 class Kind(enum.Enum):
@@ -149,7 +149,7 @@ def _countable(value: Any, name: str) -> Array:
         return array.astype(jnp.int32)
     if _inexact(array):
         return array.astype(accumulator_dtype(array.dtype))
-    return array.astype(jnp.promote_types(array.dtype, jnp.int32))
+    return array.astype(wider(array.dtype, jnp.int32))
 
 
 def _array(value: Any, name: str) -> Array:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .. import _errors
 from .._tree import partition, struct
+from .._types import accumulator_dtype, wider
 
 _CROSS_ENTROPY = """
     def loss(model, example, key):
@@ -141,13 +142,13 @@ def _by_target(
 
 
 def _cross_entropy(logits: Array, labels: Array) -> Float[Array, ""]:
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    wide = logits.astype(accumulator_dtype(logits.dtype))
     losses = optax.softmax_cross_entropy_with_integer_labels(wide, labels)
     return jnp.mean(losses)
 
 
 def _squared_error(prediction: Array, target: Array) -> Float[Array, ""]:
-    dtype = jnp.promote_types(prediction.dtype, target.dtype)
+    dtype = wider(prediction.dtype, target.dtype)
     wide = prediction.astype(dtype).reshape(-1) - target.astype(dtype).reshape(-1)
     return jnp.mean(wide**2)
 

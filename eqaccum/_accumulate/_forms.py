@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from .. import _errors
 from .._tree import Partition
-from .._types import Mean, Means, Own, accumulator_dtype
+from .._types import Mean, Means, Own, accumulator_dtype, wider
 from . import _aux
 from ._records import Form
 
@@ -324,7 +324,7 @@ def _weight(value: Any, total: Array) -> Array:
     if weight.shape != total.shape:
         raise _errors.mean_shapes(total.shape, weight.shape)
     # As wide as the total: what is divided by is summed as exactly as what is divided.
-    return weight.astype(jnp.promote_types(total.dtype, weight.dtype))
+    return weight.astype(wider(total.dtype, weight.dtype))
 
 
 def _add_up(out: _Output, weights: Array, *, weighted: bool) -> Terms:

@@ -84,8 +84,12 @@ def apply(
     descent = jax.tree.map(
         lambda g: jnp.conj(g) if jnp.iscomplexobj(g) else g, gradient
     )
-    updates, opt_state = optimizer.update(descent, opt_state, parameters, value=value)
-    return optax.apply_updates(parameters, updates), opt_state
+    # Many Optax transformations cannot be traced where implicit promotion is forbidden.
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = optimizer.update(
+            descent, opt_state, parameters, value=value
+        )
+        return optax.apply_updates(parameters, updates), opt_state
 
 
 def _check_update(optimizer: Any, state: PyTree, parameters: PyTree) -> None:

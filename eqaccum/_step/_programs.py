@@ -34,6 +34,7 @@ from .._accumulate import (
 from .._data import Layout
 from .._mesh import DATA
 from .._tree import Partition, struct
+from .._types import accumulator_dtype, wider
 from . import _optimizer
 from ._compile import Lowered, lower
 from ._settings import Settings, Skeleton, axis_environment
@@ -324,7 +325,7 @@ class Builder:
         return Penalty(hoisted.jaxpr, hoisted.consts)
 
     def loss_dtype(self, pass_: Passes) -> Any:
-        return jnp.result_type(*[s.dtype for s in pass_.outputs.totals])
+        return wider(*[s.dtype for s in pass_.outputs.totals])
 
     # --- update -------------------------------------------------------------------
 
@@ -492,7 +493,7 @@ def _norm(gradient: list[Array]) -> Float[Array, ""]:
 
 def _real(g: Array) -> Any:
     """The dtype in which the squares of a leaf are added up."""
-    return jnp.promote_types(jnp.finfo(g.dtype).dtype, jnp.float32)
+    return accumulator_dtype(jnp.finfo(g.dtype).dtype)
 
 
 def _finite(norm: Array, gradient: list[Array]) -> Bool[Array, ""]:
@@ -505,7 +506,7 @@ def _finite(norm: Array, gradient: list[Array]) -> Bool[Array, ""]:
 
 
 def _common(values: list[Array]) -> Any:
-    return jnp.result_type(*[v.dtype for v in values])
+    return wider(*[v.dtype for v in values])
 
 
 def _common_sum(values: list[Array]) -> Array:
