@@ -8,8 +8,10 @@ from . import data as data, losses as losses
 from ._accumulate import batched as batched, shared_key as shared_key
 from ._coupled import coupled as coupled
 from ._doors import (
+    evaluate as evaluate,
     make_step as make_step,
     plan as plan,
+    predict as predict,
     value_and_grad as value_and_grad,
 )
 from ._errors import (

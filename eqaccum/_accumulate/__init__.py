@@ -8,9 +8,11 @@ from ._aux import AuxSpec as AuxSpec, Kind as Kind, finish_aux as finish_aux
 from ._conv import channels_last as channels_last
 from ._defaults import (
     DefaultLoss as DefaultLoss,
+    accepts_key as accepts_key,
     check_labels as check_labels,
     check_not_one_hot as check_not_one_hot,
     choose_default_loss as choose_default_loss,
+    narrowed as narrowed,
 )
 from ._forms import (
     Batched as Batched,

@@ -101,6 +101,18 @@ class AdditivePasses(Passes):
             one, cut, batch, Sums([], PassOutputs([], start, state, [], []))
         ).outputs.weights
 
+    def forward_only(self) -> "ForwardPasses":
+        return ForwardPasses(
+            parameters=self.parameters,
+            gradient_structs=[],
+            outputs=self.outputs,
+            aux_spec=self.aux_spec,
+            captured=self.forward.captured,
+            jaxprs=(self.forward.jaxpr,),
+            left=self.left,
+            forward=self.forward,
+        )
+
     def _start(self, state: list[Array], batch: Batch, before: Sums | None) -> Sums:
         """Zeros, or the sums of the windows before."""
         out = self.outputs
@@ -113,6 +125,49 @@ class AdditivePasses(Passes):
                 zeros(out.totals), zeros(out.weights), state, zeros(out.aux_sums), []
             ),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardPasses(Passes):
+    """The loss alone, for evaluation."""
+
+    forward: Traced
+
+    def accumulate(
+        self,
+        cut: Cut,
+        *,
+        captured: list[Array],
+        arguments: Arguments,
+        state: list[Array],
+        batch: Batch,
+        ratios: list[Array],
+        before: Sums | None = None,
+    ) -> Sums:
+        keys = split_keys(batch)
+
+        def one(
+            k: Int[Array, ""] | int,
+            rows: list[Array],
+            weights: Array,
+            state: list[Array],
+        ) -> Sums:
+            at = positions(cut, k, batch.start)
+            inputs = PassInputs(
+                arguments, state, rows, weights, at, keys[0], keys[1], []
+            )
+            return Sums([], self.forward(captured, inputs))
+
+        out = self.outputs
+        totals, weights = zeros(out.totals), zeros(out.weights)
+        start = PassOutputs(totals, weights, state, zeros(out.aux_sums), [])
+        return run(one, cut, batch, Sums([], start))
+
+    def weigh(self, cut: Cut, **shared: Any) -> list[Array]:
+        raise NotImplementedError("without a gradient nothing needs the ratios")
+
+    def forward_only(self) -> "ForwardPasses":
+        return self
 
 
 def _cleared(batch: Batch, sums: PyTree) -> PyTree:

@@ -41,7 +41,7 @@ class _Default:
 
     def __call__(self, model: Any, *rest: Any) -> Any:
         *state, (x, y), key = rest
-        x = _narrowed(x, self.compute_dtype)
+        x = narrowed(x, self.compute_dtype)
         named = {"key": key} if self.takes_key else {}
         out = model(x, *state, **named)
         if self.has_state:
@@ -73,7 +73,7 @@ def choose_default_loss(
         raise _errors.default_needs_pair(jax.tree.structure(example))
     if not callable(model):
         raise _errors.model_not_callable(model)
-    takes_key = _accepts_key(model)
+    takes_key = accepts_key(model)
     call = _Call(takes_key, axis_names, compute_dtype)
     output = call.output(model, state, example[0])
     measure, name, classes = _by_target(output, target)
@@ -157,7 +157,8 @@ def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[:-1] if shape[-1:] == (1,) else shape
 
 
-def _narrowed(x: PyTree, dtype: Any) -> PyTree:
+def narrowed(x: PyTree, dtype: Any) -> PyTree:
+    """The floating leaves in `dtype`, everything as it is for None."""
     if dtype is None:
         return x
     return jax.tree.map(
@@ -165,7 +166,8 @@ def _narrowed(x: PyTree, dtype: Any) -> PyTree:
     )
 
 
-def _accepts_key(model: Any) -> bool:
+def accepts_key(model: Any) -> bool:
+    """Whether the model can be called with `key=`."""
     try:
         parameters = inspect.signature(model).parameters.values()
     except (TypeError, ValueError):
@@ -201,7 +203,7 @@ class _Call:
     def _on_axes(self, model: Any, state: Any, x: Any) -> Any:
         def call(_: Array) -> Any:
             named = {"key": jax.random.key(0)} if self.takes_key else {}
-            narrow = _narrowed(x, self.compute_dtype)
+            narrow = narrowed(x, self.compute_dtype)
             if state is None:
                 return model(narrow, **named)
             out = model(narrow, state, **named)

@@ -153,6 +153,10 @@ class Passes(abc.ABC):
     ) -> list[Array]:
         """The weight of each `Mean` over this device's rows, and nothing else."""
 
+    @abc.abstractmethod
+    def forward_only(self) -> "Passes":
+        """The same passes without a gradient: its `gradient_structs` are empty."""
+
     def check_zero_weights(
         self, *, captured: list[Array], arguments: Arguments
     ) -> None:

@@ -112,6 +112,20 @@ class CoupledPasses(Passes):
     ) -> list[Array]:
         raise NotImplementedError("a coupled loss has one term")
 
+    def forward_only(self) -> "CoupledForward":
+        return CoupledForward(
+            parameters=self.parameters,
+            gradient_structs=[],
+            outputs=self.outputs,
+            aux_spec=self.aux_spec,
+            captured=self.captured,
+            jaxprs=(self.embed.jaxpr, self.head.jaxpr),
+            left=self.left,
+            ends_early=False,
+            windowed=False,
+            whole=self,
+        )
+
     def check_zero_weights(
         self, *, captured: list[Array], arguments: Arguments
     ) -> None:
@@ -149,6 +163,40 @@ class CoupledPasses(Passes):
             return captured[pulled:]
         # the pull-back was traced from embed, whose arrays are the last of its own
         return captured[pulled - len(part.captured) : pulled]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoupledForward(Passes):
+    """One sweep and the head, for evaluation; the mean is over rows."""
+
+    whole: CoupledPasses
+
+    def accumulate(
+        self,
+        cut: Cut,
+        *,
+        captured: list[Array],
+        arguments: Arguments,
+        state: list[Array],
+        batch: Batch,
+        ratios: list[Array],
+        before: Sums | None = None,
+    ) -> Sums:
+        sweep = _Sweep(self.whole, cut, captured, arguments, batch)
+        embedded = sweep.embed_all(state)
+        out = sweep.head(embedded.leaves)
+        weight = jnp.sum(batch.weights)
+        if cut.axis_name is not None:
+            weight = jax.lax.psum(weight, cut.axis_name)
+        total = out.value * weight.astype(out.value.dtype)
+        totals, weights, aux = _once(cut, ([total], [weight], out.aux))
+        return Sums([], PassOutputs(totals, weights, embedded.state, aux, []))
+
+    def weigh(self, cut: Cut, **shared: Any) -> list[Array]:
+        raise NotImplementedError("a coupled loss has one term")
+
+    def forward_only(self) -> "CoupledForward":
+        return self
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,9 @@
 from ._at_the_door import Own as Own, at_the_door as at_the_door
+from ._evaluate import (
+    Evaluation as Evaluation,
+    evaluate as evaluate,
+    predict as predict,
+)
 from ._make_step import DEFAULT_OPTIMIZER as DEFAULT_OPTIMIZER, make_step as make_step
 from ._plan import (
     plan as plan,

@@ -225,3 +225,14 @@ def wrong_type(door: str, name: str, value: Any, hint: Any) -> InputError:
     return InputError(
         f"{door} got {name}={value!r} ({type(value).__name__}); expected {expected}."
     )
+
+
+def evaluate_needs_global_batch() -> InputError:
+    return InputError(
+        "evaluate of a coupled loss needs global_batch=: the loss of a group of rows "
+        "depends on how many they are. Pass the one of fit."
+    )
+
+
+def nothing_to_predict() -> InputError:
+    return InputError("predict got no rows; expected at least one.")

@@ -15,6 +15,7 @@ _BLOCK = 256
 class History(Mapping[str, np.ndarray]):
     """One entry per batch under each name, the auxiliary scalars' names included.
 
+    Validation has entries of its own: `validation_loss`, ... and `validation_step`.
     Names: `loss`, `penalty`, `grad_norm`, `weight`, `examples`, `skipped`, `seconds`
     (from one step's wait to the next), `step` (updates completed), `epoch`.
 
@@ -45,6 +46,11 @@ class History(Mapping[str, np.ndarray]):
         self._waiting.append(entry)
         if len(self._waiting) >= _BLOCK:
             self._flush()
+
+    def add_validation(self, step: int, values: dict[str, float]) -> None:
+        """Adds one entry to `validation_step` and each `validation_...` name."""
+        for name, value in {"step": step, **values}.items():
+            self._read.setdefault(f"validation_{name}", []).append(value)
 
     def last(self, name: str) -> float:
         """The newest value of a name."""

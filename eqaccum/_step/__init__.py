@@ -1,4 +1,5 @@
 from ._compile import forget as forget
+from ._forward import Forward as Forward
 from ._launch import Pending as Pending, Placed as Placed
 from ._optimizer import (
     choose_optimizer as choose_optimizer,

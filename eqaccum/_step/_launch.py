@@ -193,6 +193,7 @@ class Launcher:
         outputs, state = summed.outputs, summed.outputs.state
         if ready.cut.devices == 1:  # the state goes on as it is
             outputs = eqx.tree_at(lambda o: o.state, outputs, [])
+        assert ready.finish is not None
         finished = ready.finish(
             self.buffers.captured(penalty.captured) if penalty else [],
             read,

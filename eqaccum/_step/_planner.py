@@ -51,8 +51,8 @@ class Ready:
     builder: Builder
     accumulate: Program
     weigh: Program | None
-    finish: Program
-    update: Program
+    finish: Program | None  # none in evaluation
+    update: Program | None
     tail: "Tail" = field(default_factory=lambda: Tail())
 
 
@@ -263,14 +263,17 @@ class Planner:
         rows = 2 * self._batch_bytes(sizes, cut)
         model = sizes.parameters + sizes.frozen + sizes.state
         read = _bytes_of(jax.tree.leaves(self._builder.penalty_arguments))
-        scratch = 0
-        if self._builder.settings.placement.backend == "cpu":
-            scratch = max(conv_scratch(jaxpr) for jaxpr in traced.jaxprs)
         return max(
-            accumulate + scratch + sizes.optimizer + rows // 2,
+            accumulate + self._scratch(traced) + sizes.optimizer + rows // 2,
             finish.bytes + sizes.optimizer + model - read + rows,
             update.bytes + sizes.frozen + 2 * sizes.state + rows,
         )
+
+    def _scratch(self, traced: Passes) -> int:
+        """What XLA:CPU's convolutions allocate beside the analysis."""
+        if self._builder.settings.placement.backend != "cpu":
+            return 0
+        return max(conv_scratch(jaxpr) for jaxpr in traced.jaxprs)
 
     def _sizes(self, traced: Passes) -> Sizes:
         skeleton = self._builder.skeleton
@@ -316,7 +319,7 @@ class Planner:
         if isinstance(program, Lowered):
             program = program.compile()
         weigh = None
-        if traced.num_terms > 1:
+        if traced.num_terms > 1 and not self._builder.forward:
             weigh = self._builder.weigh(traced, cut).compile()
         return Ready(
             self._plan(found, limit, cut, traced),
@@ -325,9 +328,11 @@ class Planner:
             self._builder,
             program,
             weigh,
-            self._others["finish"].result(),
-            self._others["update"].result(),
+            *self._other_programs(),
         )
+
+    def _other_programs(self) -> tuple[Program | None, Program | None]:
+        return self._others["finish"].result(), self._others["update"].result()
 
     def _plan(
         self, found: Found, limit: Limit | None, cut: Cut, traced: Passes
@@ -385,6 +390,23 @@ class Planner:
                     "in the loss"
                 )
         return notes
+
+
+class ForwardPlanner(Planner):
+    """Plans an evaluation: one program, no optimizer."""
+
+    def _start_others(self, traced: Passes) -> None:
+        return None
+
+    def _other_programs(self) -> tuple[Program | None, Program | None]:
+        return None, None
+
+    def _with_others(
+        self, accumulate: int | None, traced: Passes, sizes: Sizes, cut: Cut
+    ) -> int | None:
+        if accumulate is None:
+            return None
+        return accumulate + self._scratch(traced) + self._batch_bytes(sizes, cut)
 
 
 def _of_all_windows(probe: Probe, windows: int) -> Probe:

@@ -80,6 +80,7 @@ class Builder:
     opt_partition: Partition
     opt_structs: list[jax.ShapeDtypeStruct]
     batch_norms: list[str]  # names of the model's BatchNorm layers
+    forward: bool = False  # without a gradient, for evaluation
 
     def cut(self, num_microbatches: int, *, windows: int = 1) -> Cut:
         """So many passes in each window, of as few rows as that allows."""
@@ -114,7 +115,7 @@ class Builder:
             key,
             [],
         )
-        return trace_passes(
+        passes = trace_passes(
             spec,
             settings.loss,
             inputs,
@@ -124,6 +125,7 @@ class Builder:
                 settings.placement.backend == "cpu" and cut.num_microbatches > 1
             ),
         )
+        return passes.forward_only() if self.forward else passes
 
     @property
     def arguments(self) -> Arguments:

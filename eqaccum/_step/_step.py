@@ -229,6 +229,7 @@ class Step:
                 raise self._not_finite(train, metrics)
             skipped = eqx.tree_at(lambda t: t.batch_count, train, batch_count)
             return skipped, eqx.tree_at(lambda m: m.skipped, metrics, True)
+        assert ready.update is not None
         try:
             trainable, opt_leaves = ready.update(
                 train.trainable_leaves,
