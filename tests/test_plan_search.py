@@ -208,6 +208,13 @@ def test_one_example_per_pass_may_need_more_than_two():
     assert (found.microbatch, found.num_microbatches) == (2, 32)
 
 
+def test_only_one_example_per_pass_fits():
+    # That program holds no batch axis and may be far cheaper than the line says.
+    fake = Fake(lambda k, n: 4630 if n == 1 else 5600 + 8 * n, 256, fixed=4620)
+    assert checked(fake, 5000).num_microbatches == 256
+    assert len(fake.calls) <= 4
+
+
 def test_two_passes_may_need_more_than_one():
     # The accumulator comes on top: fewer rows do not help at once.
     fake = Fake(affine(1000, 10, accumulator=600), rows=100, fixed=1000)

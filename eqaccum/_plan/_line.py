@@ -13,11 +13,18 @@ _DOUBT = 0.6
 
 @dataclass(frozen=True)
 class Point:
-    """One look: a microbatch and its bytes; `whole` if it was all rows in one pass."""
+    """One look: a microbatch and its bytes.
+
+    All rows in one pass (`whole`) and one example per pass are programs of their own.
+    """
 
     microbatch: int
     bytes: int
     whole: bool
+
+    @property
+    def ordinary(self) -> bool:
+        return not self.whole and self.microbatch > 1
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,11 @@ class Line:
         """Whether there is anything to draw a line through."""
         return any(point.bytes > self.fixed for point in self.points)
 
+    @property
+    def measured(self) -> bool:
+        """Whether two looks at ordinary programs give a slope."""
+        return sum(point.ordinary for point in self.points) > 1
+
     def at(self, microbatch: int) -> float:
         """The bytes to expect."""
         near = self._nearest(microbatch)
@@ -41,24 +53,26 @@ class Line:
         return near.bytes + slope * (microbatch - near.microbatch)
 
     def at_least(self, microbatch: int) -> float:
-        """The bytes below which it would be a surprise; above the nearest look."""
+        """The bytes below which it would be a surprise."""
         near = self._nearest(microbatch)
+        further = microbatch - near.microbatch
         slope = self._measured_slope(near, microbatch)
         if slope is None:
-            slope = _DOUBT * min(self._other_slopes(near))
-        return near.bytes + slope * (microbatch - near.microbatch)
+            slopes = self._other_slopes(near)
+            slope = _DOUBT * min(slopes) if further > 0 else max(slopes) / _DOUBT
+        return near.bytes + slope * further
 
     def _nearest(self, microbatch: int) -> Point:
-        # One pass is another program than several: it counts only where it is alone.
-        several = [p for p in self.points if not p.whole] or list(self.points)
-        return min(several, key=lambda p: abs(p.microbatch - microbatch))
+        # Programs of their own count only where there is no other.
+        ordinary = [p for p in self.points if p.ordinary] or list(self.points)
+        return min(ordinary, key=lambda p: abs(p.microbatch - microbatch))
 
     def _measured_slope(self, near: Point, microbatch: int) -> float | None:
         """Bytes per example between the two nearest looks at several passes."""
-        several = [p for p in self.points if not p.whole and p is not near]
-        if near.whole or not several:
+        others = [p for p in self.points if p.ordinary and p is not near]
+        if not near.ordinary or not others:
             return None
-        other = min(several, key=lambda p: abs(p.microbatch - microbatch))
+        other = min(others, key=lambda p: abs(p.microbatch - microbatch))
         slope = _slope(near, other)
         return slope if slope > 0 else None
 

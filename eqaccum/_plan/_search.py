@@ -21,7 +21,7 @@ from ._record import Parts, Probe, advise
 _DOUBT = 1.05
 # Looks after which the line is helped on: nothing fits yet, so the passes at least
 # double; or something fits, so what is left is halved.
-_DOUBLE_AFTER = 5
+_DOUBLE_AFTER = 7
 _HALVE_AFTER = 10
 
 
@@ -246,6 +246,10 @@ def _further(looks: _Looks, passes: list[int], failed: int) -> int | None:
     if not line.knows or looks.seen[passes[failed]].bytes is None:
         return doubled
     guess = _predicted(looks, passes, failed + 1, line)
+    if guess == last and not line.measured:
+        # Before the claim that nothing will fit is believed, a second point.
+        middle = (passes[failed] * passes[last]) ** 0.5
+        guess = _first(passes, failed + 1, lambda k: k >= middle)
     return max(guess, doubled) if len(looks.seen) >= _DOUBLE_AFTER else guess
 
 
