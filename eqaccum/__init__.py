@@ -24,7 +24,12 @@ from ._errors import (
     PlanError as PlanError,
     StepError as StepError,
 )
-from ._fit import FitResult as FitResult, History as History, fit as fit
+from ._fit import (
+    FitResult as FitResult,
+    History as History,
+    Info as Info,
+    fit as fit,
+)
 from ._plan import Parts as Parts, Plan as Plan, Probe as Probe
 from ._step import Step as Step
 from ._types import (

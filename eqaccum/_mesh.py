@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from . import _errors
 
 DATA = "data"
 
@@ -62,6 +64,19 @@ class Placement:
         return [jax.device_put(leaf, self.by_rows) for leaf in leaves]
 
 
-def default_placement() -> Placement:
-    """The first device of the job."""
-    return Placement(Mesh(np.array(jax.devices()[:1]), (DATA,)))
+def placement_on(mesh: Mesh | None) -> Placement:
+    """The placement on a mesh; None is all devices of the job.
+
+    Explicit axes (the default of `jax.make_mesh`) are taken as Auto: adamw, adafactor,
+    muon and lamb fail on parameters with Explicit shardings.
+    """
+    if mesh is None:
+        return Placement(Mesh(np.array(job_devices()), (DATA,)))
+    if DATA not in mesh.axis_names:
+        raise _errors.mesh_without_data(mesh)
+    auto = (AxisType.Auto,) * len(mesh.axis_names)
+    return Placement(Mesh(mesh.devices, mesh.axis_names, axis_types=auto))
+
+
+def job_devices() -> list[Any]:
+    return jax.devices()

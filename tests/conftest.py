@@ -34,6 +34,16 @@ def plan_cache():
             yield
 
 
+@pytest.fixture(autouse=True)
+def job_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """One device is the job's, unless a test is marked `devices(n)`."""
+    marker = request.node.get_closest_marker("devices")
+    count = 1 if marker is None else marker.args[0]
+    import eqaccum._mesh
+
+    monkeypatch.setattr(eqaccum._mesh, "job_devices", lambda: jax.devices()[:count])
+
+
 class _GetKey:
     """Fresh keys in a fixed order; its repr, in a failing test, tells how many."""
 

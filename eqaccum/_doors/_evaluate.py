@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .. import _errors
 from .._accumulate import Form, accepts_key, check_labels, narrowed
 from .._data import Batch, Source, open_source
-from .._mesh import Placement, default_placement
+from .._mesh import placement_on
 from .._step import Forward, Settings, check_global_batch
 from ._at_the_door import Own, at_the_door
 from ._plan import prepare_loss, rows_per_step
@@ -38,6 +39,7 @@ def evaluate(
     memory_limit: Own[int | str | None, ...] = None,
     compute_dtype: Any = None,
     axis_name: str = "batch",
+    mesh: Mesh | None = None,
     inference: bool = True,
 ) -> dict[str, float]:
     """The mean loss over data, and the auxiliary outputs that are numbers.
@@ -48,7 +50,8 @@ def evaluate(
     **Arguments:**
 
     - `model`, `data`, `loss`, `state`, `example_weights`, `in_axes`, `has_aux`,
-        `microbatch`, `memory_limit`, `compute_dtype`, `axis_name`: as in `fit`.
+        `microbatch`, `memory_limit`, `compute_dtype`, `axis_name`, `mesh`: as in
+        `fit`.
     - `key`: a PRNG key; None is `jax.random.key(0)`: the same keys each time.
     - `global_batch`: rows that are looked at together; a `coupled` loss needs it, and
         its values are averaged by rows. Other losses do not depend on it.
@@ -85,6 +88,7 @@ def evaluate(
         compute_dtype=compute_dtype,
         axis_name=axis_name,
         inference=inference,
+        mesh=mesh,
     )
     return evaluation(model, state, key=key)
 
@@ -106,7 +110,7 @@ class Evaluation:
         compute_dtype: Any,
         axis_name: str,
         inference: bool = True,
-        placement: Placement | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self._source = source
         self._rows = global_batch
@@ -128,7 +132,7 @@ class Evaluation:
                 loss=chosen.fn,
                 optimizer=optax.identity(),
                 global_batch=global_batch,
-                placement=placement or default_placement(),
+                placement=placement_on(mesh),
                 has_aux=has_aux,
                 trainable=True,
                 microbatch=microbatch,
@@ -167,6 +171,7 @@ def predict(
     memory_limit: Own[int | str | None, ...] = None,
     compute_dtype: Any = None,
     axis_name: str = "batch",
+    mesh: Mesh | None = None,
     inference: bool = True,
 ) -> Any:
     """The model's outputs for all rows, in order, as numpy arrays.
@@ -177,7 +182,7 @@ def predict(
         state are passed if it accepts them. It may be a part, such as `model.query`.
     - `x`: as `data` in `fit`: a pytree of arrays, a data set, or an iterable.
     - `key`, `state`, `in_axes`, `global_batch`, `microbatch`, `memory_limit`,
-        `compute_dtype`, `axis_name`, `inference`: as in `evaluate`.
+        `compute_dtype`, `axis_name`, `mesh`, `inference`: as in `evaluate`.
 
     **Returns:**
 
@@ -198,7 +203,7 @@ def predict(
             loss=call,
             optimizer=optax.identity(),
             global_batch=_rows(global_batch, source),
-            placement=default_placement(),
+            placement=placement_on(mesh),
             has_aux=True,
             trainable=True,
             microbatch=microbatch,

@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import optax
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .. import _errors
-from .._mesh import default_placement
+from .._mesh import placement_on
 from .._plan import Plan
 from .._step import Settings, Step, check_settings, refuse_uncalled
 from ._at_the_door import Own, at_the_door
@@ -29,6 +30,7 @@ def make_step(
     memory_limit: Own[int | str | None, ...] = None,
     plan: Plan | None = None,
     compute_dtype: Any = None,
+    mesh: Mesh | None = None,
     nonfinite: Own[str, ...] = "raise",
     axis_name: str = "batch",
     compiler_options: Mapping[str, Any] | None = None,
@@ -53,6 +55,7 @@ def make_step(
         on each device; None asks the device.
     - `plan`: a `Plan` to use instead of searching.
     - `compute_dtype`: the floating leaves of the model are cast to it inside the loss.
+    - `mesh`: a mesh with an axis `"data"`; None: all devices of the job.
     - `nonfinite`: `"raise"`, `"skip"` (nothing is updated) or `"ignore"`.
     - `axis_name`: the name of the axis over the examples of a microbatch.
     - `compiler_options`: passed to every compilation.
@@ -79,7 +82,7 @@ def make_step(
         refuse_uncalled(optimizer)
         if callable(optimizer):
             raise _errors.optimizer_of_steps()
-    placement = default_placement()
+    placement = placement_on(mesh)
     check_settings(
         loss=loss,
         global_batch=global_batch,

@@ -21,6 +21,7 @@ _STEP_OPTIONS = (
     "microbatch",
     "memory_limit",
     "compute_dtype",
+    "mesh",
     "nonfinite",
     "axis_name",
     "compiler_options",
@@ -33,6 +34,9 @@ _IGNORED_BY_PLAN = (
     "shuffle",
     "drop_remainder",
     "progress",
+    "validation",
+    "validate_every",
+    "callbacks",
 )
 
 # A plan does not depend on the length of an optimizer's schedule.

@@ -115,6 +115,7 @@ from ._plan import (
 from ._say import say as say, warn as warn
 from ._step import (
     accumulates_already as accumulates_already,
+    bad_callback as bad_callback,
     bad_choice as bad_choice,
     bad_compute_dtype as bad_compute_dtype,
     bad_count as bad_count,
@@ -126,6 +127,7 @@ from ._step import (
     evaluate_needs_global_batch as evaluate_needs_global_batch,
     foreign_train_state as foreign_train_state,
     inside_jit as inside_jit,
+    mesh_without_data as mesh_without_data,
     needs_each_gradient as needs_each_gradient,
     no_weight as no_weight,
     non_finite as non_finite,

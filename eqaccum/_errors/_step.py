@@ -236,3 +236,17 @@ def evaluate_needs_global_batch() -> InputError:
 
 def nothing_to_predict() -> InputError:
     return InputError("predict got no rows; expected at least one.")
+
+
+def bad_callback(callback: Any) -> InputError:
+    return InputError(
+        f"callbacks= holds {callback!r}; expected functions of one record, "
+        "callback(info), with an optional attribute every, a positive int of steps."
+    )
+
+
+def mesh_without_data(mesh: Any) -> InputError:
+    return InputError(
+        f"mesh= has the axes {tuple(mesh.axis_names)}; expected one named 'data', over "
+        'which the batch is cut: jax.make_mesh((8,), ("data",)).'
+    )

@@ -1,3 +1,4 @@
+from ._fit import fit as fit
 from ._history import History as History
-from ._loop import fit as fit
+from ._info import Info as Info
 from ._result import FitResult as FitResult
