@@ -51,13 +51,17 @@ class AuxTotals:
     rows: list[Array]
 
 
-def read(aux: PyTree, *, row_axis: bool) -> AuxLeaves:
+def read(aux: PyTree, *, rows: int | None, summed: bool = False) -> AuxLeaves:
     """Sorts the leaves; those that cannot be combined are refused by name.
 
     **Arguments:**
 
     - `aux`: the auxiliary output of one example, or of a whole microbatch.
-    - `row_axis`: whether the leaves already have the example axis in front.
+    - `rows`: the length of the example axis that the leaves already have in front,
+        None for one example.
+    - `summed`: whether the loss is one `Mean` of the whole microbatch. Then a scalar
+        `Mean` has the weights in already too, and floats are averaged by the examples'
+        own weights, for what the loss gave each row is not known.
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(
         aux, is_leaf=lambda x: isinstance(x, Mean | Means | Sum)
@@ -69,16 +73,18 @@ def read(aux: PyTree, *, row_axis: bool) -> AuxLeaves:
         if isinstance(leaf, Means):
             raise _errors.aux_is_sum_of_means(name)
         if isinstance(leaf, Mean):
-            kinds.append(Kind.MEAN)
-            arrays += [_wide(leaf.total, name), _wide(leaf.weight, name)]
+            kind, values = Kind.MEAN, _of_mean(leaf, name)
         elif isinstance(leaf, Sum):
-            kinds.append(Kind.SUM)
-            arrays.append(_countable(leaf.value, name))
+            kind, values = Kind.SUM, [_countable(leaf.value, name)]
         else:
-            kinds.append(_plain_kind(leaf, name, row_axis=row_axis))
-            arrays.append(
-                _wide(leaf, name) if kinds[-1] is Kind.AVERAGE else jnp.asarray(leaf)
-            )
+            kind, values = _plain(leaf, name, row_axis=rows is not None)
+            if summed and kind is Kind.AVERAGE:
+                kind, values = Kind.MEAN, [*values, jnp.ones_like(values[0])]
+        scalars = summed and isinstance(leaf, Mean) and values[0].ndim == 0
+        if rows is not None and not scalars:
+            _check_rows(values, name, rows)
+        kinds.append(kind)
+        arrays += values
     return AuxLeaves(AuxSpec(treedef, tuple(kinds)), arrays)
 
 
@@ -89,7 +95,10 @@ def total(
     weights: Float[Array, "n"],
     loss_weights: Float[Array, "n"],
 ) -> AuxTotals:
-    """Adds up one microbatch; `arrays` have the example axis in front."""
+    """Adds up one microbatch; `arrays` have the example axis in front.
+
+    Scalars are the totals of the microbatch already.
+    """
     out = AuxTotals([], [])
     stream = iter(arrays)
     present = weights > 0
@@ -125,15 +134,24 @@ def finish_aux(spec: AuxSpec, sums: list[Array], weight: Array) -> list[Array]:
     return values
 
 
-def _plain_kind(leaf: Any, name: str, *, row_axis: bool) -> Kind:
+def _plain(leaf: Any, name: str, *, row_axis: bool) -> tuple[Kind, list[Array]]:
     array = _array(leaf, name)
     if array.ndim > (1 if row_axis else 0):
-        return Kind.ROWS
-    if row_axis and array.ndim == 0:
-        raise _errors.aux_without_rows(name)
+        return Kind.ROWS, [array]
     if jnp.issubdtype(array.dtype, jnp.floating) or array.dtype == jnp.bool_:
-        return Kind.AVERAGE
+        return Kind.AVERAGE, [_wide(array, name)]
     raise _errors.aux_integer(name, array.dtype)
+
+
+def _of_mean(mean: Mean, name: str) -> list[Array]:
+    total, weight = _wide(mean.total, name), _wide(mean.weight, name)
+    return [total, weight.astype(wider(total.dtype, weight.dtype))]
+
+
+def _check_rows(values: list[Array], name: str, rows: int) -> None:
+    for value in values:
+        if value.shape[:1] != (rows,):
+            raise _errors.aux_without_rows(name, value.shape, rows)
 
 
 def _wide(value: Any, name: str) -> Array:
@@ -172,6 +190,8 @@ def _along(mask: Array, value: Array) -> Array:
 
 def _weighted_sum(value: Array, weights: Array) -> Array:
     """`sum_i w_i value_i`; a row of weight 0 counts nothing, not even as NaN."""
+    if value.ndim == 0:
+        return value
     w = _along(weights.astype(value.dtype), value)
     zero = jnp.zeros((), value.dtype)
     return jnp.sum(jnp.where(w > 0, value * w, zero), axis=0)

@@ -192,7 +192,11 @@ class _Caller:
     def _unpack(self, out: Any, *, row_axis: bool) -> _Output:
         value, state, aux = self._sorted(out)
         means = _means(value, row_axis=row_axis)
-        leaves = _aux.read(aux, row_axis=row_axis)
+        leaves = _aux.read(
+            aux,
+            rows=self.rows.weights.shape[0] if row_axis else None,
+            summed=row_axis and means[0].total.ndim == 0,
+        )
         new_state: list[Array] = []
         if self.state_partition is not None:
             new_state = state_leaves(self.state_partition, self.state, state)
@@ -342,6 +346,6 @@ def _add_up(out: _Output, weights: Array, *, weighted: bool) -> Terms:
         sums.append(jnp.sum(weight * weights.astype(weight.dtype)))
     first = out.weights[0]
     scale = first if first.ndim else jnp.ones_like(weights)
-    loss_weights = weights * scale.astype(weights.dtype)
+    loss_weights = weights.astype(scale.dtype) * scale
     aux = _aux.total(out.aux_spec, out.aux, weights=weights, loss_weights=loss_weights)
     return Terms(totals, sums, out.state, aux, out.aux_spec)

@@ -130,6 +130,7 @@ from ._step import (
     mesh_without_data as mesh_without_data,
     needs_each_gradient as needs_each_gradient,
     no_weight as no_weight,
+    no_weight_of_a_mean as no_weight_of_a_mean,
     non_finite as non_finite,
     not_a_train_state as not_a_train_state,
     not_an_optimizer as not_an_optimizer,

@@ -262,10 +262,13 @@ def aux_is_sum_of_means(name: str) -> InputError:
     )
 
 
-def aux_without_rows(name: str) -> InputError:
+def aux_without_rows(name: str, shape: tuple[int, ...], rows: int) -> InputError:
     return InputError(
-        f"the auxiliary output{name} of a batched loss is a scalar; expected one value "
-        "for each row, shape (n, ...), or an eqaccum.Mean or eqaccum.Sum of such."
+        f"the auxiliary output{name} of a batched loss has an array of shape {shape} "
+        f"for {rows} rows; expected one value for each row, shape ({rows}, ...), in an "
+        "eqaccum.Mean or eqaccum.Sum too: what is summed over a microbatch already "
+        "would count rows of weight 0. (Where the loss is one scalar Mean with the "
+        "weights in, auxiliary Means may be scalars like it.)"
     )
 
 

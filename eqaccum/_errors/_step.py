@@ -168,6 +168,15 @@ def no_weight(step: int) -> NonFiniteError:
     )
 
 
+def no_weight_of_a_mean(step: int) -> NonFiniteError:
+    return NonFiniteError(
+        f"step {step}: one of the Means that the loss adds up has weight 0 over the "
+        "whole global batch, so it has no mean. Nothing was updated. Give it a weight "
+        'that cannot be 0, such as 1 per example, or pass nonfinite="skip" to leave '
+        "such batches out."
+    )
+
+
 def too_many_skips(count: int) -> NonFiniteError:
     return NonFiniteError(
         f"{count} steps in a row were skipped because loss or gradient was not finite. "

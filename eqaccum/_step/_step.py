@@ -285,6 +285,8 @@ class Step:
             return _errors.non_finite(step, f"the loss is {loss}", "")
         if not np.isfinite(float(metrics.penalty)):
             return _errors.non_finite(step, "the penalty is not finite", "")
+        if np.isfinite(float(metrics.grad_norm)):  # nothing is left but a `Mean`
+            return _errors.no_weight_of_a_mean(step)
         what = "the loss is finite but its gradient is not"
         return _errors.non_finite(step, what, "")
 

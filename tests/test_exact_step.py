@@ -1,0 +1,159 @@
+"""The gradient and the metrics of `make_step`, one step object for many weights."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from reference import (
+    KINDS,
+    WEIGHTS,
+    assert_same_kind,
+    batch_of,
+    error,
+    flat,
+    full_batch,
+    make,
+    penalty,
+    recorder,
+    weights_of,
+)
+
+import eqaccum
+
+KEY = jax.random.key(5)
+COUNTED_BY_ITEMS = ("mean", "means", "state_means_aux", "batched_mean", "weighted")
+
+
+def make_step(kind, rows, microbatch, optimizer=None, **options):
+    return eqaccum.make_step(
+        kind.loss,
+        optimizer or recorder(),
+        global_batch=rows,
+        microbatch=microbatch,
+        has_aux=kind.has_aux,
+        **options,
+    )
+
+
+def copied(tree):
+    return jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, tree)
+
+
+def first_rows(batch, rows):
+    return jax.tree.map(lambda x: x[:rows], batch)
+
+
+def check(kind, train, metrics, model, batch, weights, *, penalised=False, key=KEY):
+    """The recorded gradient and the metrics against all rows at once."""
+    key = jax.random.fold_in(key, train.batch_index - 1)
+    rows = len(weights)
+    want, gradient = full_batch(kind, model, batch, weights, key, penalised=penalised)
+    got = jax.tree.map(jnp.conj, train.opt_state)  # Optax takes conj(jax.grad)
+    assert_same_kind(got, gradient)
+    assert error(got, gradient) <= 1e-6
+    loss = float(metrics.loss) + float(metrics.penalty)
+    assert abs(loss - float(want)) <= 1e-6 * abs(float(want))
+    assert float(metrics.penalty) == pytest.approx(
+        float(penalty(model)) if penalised else 0, rel=1e-6
+    )
+    norm = np.linalg.norm(flat(gradient))
+    assert float(metrics.grad_norm) == pytest.approx(norm, rel=1e-6)
+    items = np.ones(rows)
+    if kind.name in COUNTED_BY_ITEMS:
+        items = batch["mask"].sum(axis=1)
+    assert float(metrics.weight) == pytest.approx(np.sum(weights * items), rel=1e-6)
+    assert (metrics.examples, metrics.skipped) == (rows, False)
+
+
+@pytest.mark.parametrize("microbatch", [4, 10])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind(name, microbatch):
+    kind = KINDS[name]
+    model, state = make(kind)
+    step = make_step(kind, 10, microbatch)
+    train = step.init(model, KEY, state=state)
+    batch = batch_of(10)
+    for weights in (weights_of(10, w) for w in WEIGHTS):
+        train, metrics = step(train, batch, weights=weights)
+        check(kind, train, metrics, model, batch, weights)
+
+
+@pytest.mark.parametrize("microbatch", [3, 7])
+@pytest.mark.parametrize("name", ["scalar", "means"])
+def test_penalty_counts_once(name, microbatch):
+    kind = KINDS[name]
+    model, _ = make(kind)
+    step = make_step(kind, 7, microbatch, penalty=penalty)
+    train = step.init(model, KEY)
+    batch = batch_of(7)
+    for weights in (weights_of(7, w) for w in WEIGHTS):
+        train, metrics = step(train, batch, weights=weights)
+        check(kind, train, metrics, model, batch, weights, penalised=True)
+
+
+@pytest.mark.parametrize("name", ["scalar", "state_means_aux", "dropout"])
+def test_short_batches(name):
+    """Batches of 1 to N rows, full passes and partial ones, in one trace."""
+    kind = KINDS[name]
+    model, state = make(kind)
+    traces = []
+
+    def loss(*args):
+        traces.append(1)
+        return kind.loss(*args)
+
+    step = eqaccum.make_step(
+        loss, recorder(), global_batch=8, microbatch=3, has_aux=kind.has_aux
+    )
+    train = step.init(model, KEY, state=state)
+    whole = batch_of(8)
+    passes = 0
+    for rows in (8, 1, 2, 3, 4, 5, 6, 7, 8):
+        batch = first_rows(whole, rows)
+        if not batch["mask"].any():
+            batch["mask"] = ~batch["mask"]
+        train, metrics = step(train, batch)
+        check(kind, train, metrics, model, batch, np.ones(rows, np.float32))
+        passes += -(-rows // 3)
+        if state is not None:
+            assert int(train.state.get(model.counter.index)) == passes
+    assert len(traces) == 1
+
+
+def test_the_update_is_the_old_minus_the_gradient():
+    """The same with a real optimizer: the model moves by the gradient."""
+    kind = KINDS["means"]
+    model, _ = make(kind)
+    step = make_step(kind, 10, 3, optax.sgd(1.0))
+    batch = batch_of(10)
+    train = step.init(model, KEY)
+    for index in range(3):
+        before = copied(train.model)  # the step consumes the old one
+        train, _ = step(train, batch)
+        key = jax.random.fold_in(KEY, index)
+        _, gradient = full_batch(kind, before, batch, np.ones(10, np.float32), key)
+        moved = flat(before) - flat(train.model)
+        assert np.linalg.norm(moved - flat(gradient)) <= 1e-6 * np.linalg.norm(
+            flat(gradient)
+        )
+        assert train.model.activation is model.activation
+
+
+def test_float64_step():
+    kind = KINDS["state_means_aux"]
+    with jax.enable_x64(True):
+        model, state = make(kind, jnp.float64)
+        step = make_step(kind, 10, 4, penalty=lambda m: penalty(m.net))
+        train = step.init(model, KEY, state=state)
+        batch = batch_of(10, jnp.float64)
+        for index, weights in enumerate(weights_of(10, w) for w in WEIGHTS):
+            train, metrics = step(train, batch, weights=weights)
+            key = jax.random.fold_in(KEY, index)
+            want, gradient = full_batch(
+                kind, model, batch, weights, key, penalised=True
+            )
+            assert error(train.opt_state, gradient) <= 1e-12
+            assert error(metrics.loss + metrics.penalty, want) <= 1e-12
+            assert error(metrics.grad_norm, np.linalg.norm(flat(gradient))) <= 1e-12
