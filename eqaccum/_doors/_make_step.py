@@ -33,6 +33,7 @@ def make_step(
     mesh: Mesh | None = None,
     nonfinite: Own[str, ...] = "raise",
     axis_name: str = "batch",
+    cache: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Step:
     """The step of a loop of one's own: one optimizer update per call.
@@ -58,6 +59,8 @@ def make_step(
     - `mesh`: a mesh with an axis `"data"`; None: all devices of the job.
     - `nonfinite`: `"raise"`, `"skip"` (nothing is updated) or `"ignore"`.
     - `axis_name`: the name of the axis over the examples of a microbatch.
+    - `cache`: remember on disk what programs need (`EQACCUM_CACHE=0` switches it off,
+        `EQACCUM_CACHE_DIR` moves it); False: in this process only.
     - `compiler_options`: passed to every compilation.
 
     **Returns:**
@@ -110,6 +113,7 @@ def make_step(
             compute_dtype=compute_dtype,
             nonfinite=nonfinite,  # type: ignore[arg-type]
             axis_name=axis_name,
+            cache=cache,
             compiler_options=compiler_options,
         )
     )

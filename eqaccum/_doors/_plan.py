@@ -24,6 +24,7 @@ _STEP_OPTIONS = (
     "mesh",
     "nonfinite",
     "axis_name",
+    "cache",
     "compiler_options",
 )
 _IGNORED_BY_PLAN = (

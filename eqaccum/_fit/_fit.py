@@ -57,6 +57,7 @@ def fit(
     axis_name: str = "batch",
     callbacks: Sequence[Callable] = (),
     progress: bool | None = None,
+    cache: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> FitResult:
     """Trains a model with one optimizer update per global batch, on whatever fits.
@@ -108,6 +109,8 @@ def fit(
     - `callbacks`: functions of one record, `callback(info)`, called after each step, or
         every so many with an attribute `every`; returning True stops the run.
     - `progress`: a progress bar; None: in a terminal.
+    - `cache`: remember on disk what programs need (`EQACCUM_CACHE=0` switches it off,
+        `EQACCUM_CACHE_DIR` moves it); False: in this process only.
     - `compiler_options`: passed to every compilation.
 
     **Returns:**
@@ -168,6 +171,7 @@ def fit(
         mesh=mesh,
         nonfinite=nonfinite,
         axis_name=axis_name,
+        cache=cache,
         compiler_options=compiler_options,
     )
     step.describe(model, state)

@@ -42,6 +42,7 @@ class Lowered:
 
     name: str
     key: str
+    text_digest: str  # of the program alone: the same in another process
     lowered: Any
     placement: Placement
     options: Mapping[str, Any] | None
@@ -107,15 +108,16 @@ def lower(
     program.__name__ = f"eqaccum_{name}"  # what a profile and a compiler's log show
     jitted = jax.jit(program, donate_argnums=donate, keep_unused=True)
     lowered = jitted.lower(*args)
+    text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
     parts = (
-        lowered.as_text(),
+        text,
         repr(jax.tree.structure(args)),
         repr(lowered.out_tree),
         repr([str(device) for device in placement.devices]),
         repr(sorted((options or {}).items())),
     )
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    return Lowered(name, f"{name}-{digest}", lowered, placement, options)
+    return Lowered(name, f"{name}-{digest}", text, lowered, placement, options)
 
 
 def _analysis(compiled: Any) -> Any:

@@ -1,5 +1,6 @@
 """Measures the programs of a step and chooses the passes: the programs that run."""
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from .._plan import (
     OUT_OF_MEMORY,
     REMEMBERED,
     Found,
+    Key,
     Limit,
     Measurement,
     Parts,
@@ -25,7 +27,9 @@ from .._plan import (
     Probe,
     conv_scratch,
     distinct_passes,
+    open_cache,
     pinned,
+    program_key,
     read_limit,
     search,
 )
@@ -33,12 +37,10 @@ from .._tree import nbytes
 from ._compile import CompileOutOfMemory, Lowered, Program, keep
 from ._programs import Builder
 
-# Bytes that programs were found to need, by their text: a second plan of the same step
-# in one process compiles only what runs.
-_measured: dict[str, int | None] = {}
-# Programs that ran out of memory while they ran, though they seemed to fit.
+# Programs that ran out of memory while they ran, though they seemed to fit. In this
+# process only: next time the memory that others took may be free again.
 _ran_out: set[str] = set()
-RAN_OUT = "out of memory while running"
+_RAN_OUT = f"{REMEMBERED}: out of memory while running"
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Planner:
         self._rows = builder.settings.global_batch
         self._windows = 1
         self._own_bytes = own_bytes
+        self._cache = open_cache(builder.settings.cache)
+        self._told_miss = False
         self._traced: dict[int, Passes] = {}
         self._others: dict[str, Future[Program]] = {}
 
@@ -227,23 +231,47 @@ class Planner:
         parts = self._parts(sizes, 2 * self._batch_bytes(sizes, cut))
         fixed = parts.total
         if lowered.key in _ran_out and self._pinned is None:
-            return Measurement(None, fixed, 0.0, RAN_OUT, fits=False, parts=parts)
-        if lowered.key in _measured and not lowered.kept:
-            need = self._with_others(_measured[lowered.key], traced, sizes, cut)
-            known = parts if need is None else parts.with_total(need)
-            return Measurement(need, fixed, 0.0, REMEMBERED, lowered, parts=known)
+            return Measurement(None, fixed, 0.0, _RAN_OUT, fits=False, parts=parts)
+        key = self._cache_key(lowered, cut)
+        known = self._cache.recall(key)
+        if known is not None and known.bytes is not None and not lowered.kept:
+            need = self._with_others(known.bytes, traced, sizes, cut)
+            full = parts if need is None else parts.with_total(need)
+            return Measurement(need, fixed, 0.0, REMEMBERED, lowered, parts=full)
         try:
             program = lowered.compile()
         except CompileOutOfMemory:
             return Measurement(None, fixed, 0.0, OUT_OF_MEMORY, fits=False, parts=parts)
-        _measured[lowered.key] = program.bytes
-        need = self._with_others(program.bytes, traced, sizes, cut)
-        known = parts if need is None else parts.with_total(need)
         note = REMEMBERED if lowered.kept else COMPILED
+        if known is None and not lowered.kept:
+            self._tell_miss(key)
+        self._cache.remember(key, bytes=program.bytes)
+        need = self._with_others(program.bytes, traced, sizes, cut)
+        full = parts if need is None else parts.with_total(need)
         if need is None:
             note = NO_FIGURES
         seconds = 0.0 if lowered.kept else program.seconds
-        return Measurement(need, fixed, seconds, note, program, parts=known)
+        return Measurement(need, fixed, seconds, note, program, parts=full)
+
+    def _cache_key(self, lowered: Lowered, cut: Cut) -> Key:
+        """The program under a name that survives a change of jax, flags or the loss."""
+        skeleton, layout = self._builder.skeleton, self._builder.layout
+        shapes = repr((skeleton.trainable, layout.row_structs, self._rows))
+        signature = hashlib.sha256(shapes.encode()).hexdigest()[:16]
+        return program_key(
+            f"{lowered.name} {signature} {cut}",
+            lowered.text_digest,
+            device=self._builder.settings.placement.devices[0],
+            options=self._builder.settings.compiler_options,
+        )
+
+    def _tell_miss(self, key: Key) -> None:
+        """Says, once a plan, which part changed since this step was last measured."""
+        reason = self._cache.why_missed(key)
+        if reason.startswith("nothing") or self._told_miss:
+            return
+        self._told_miss = True
+        _errors.say(f"planning anew, not from memory: {reason}")
 
     def _start_others(self, traced: Passes) -> None:
         """Finish and update compile in a thread while probes trace and compile."""

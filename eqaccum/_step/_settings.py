@@ -38,6 +38,7 @@ class Settings:
     compute_dtype: Any = None
     nonfinite: Nonfinite = "raise"
     axis_name: str = "batch"
+    cache: bool = True
     compiler_options: Mapping[str, Any] | None = None
 
 

@@ -239,7 +239,8 @@ class Step:
                 scalars.penalty,
             )
         except Exception as error:
-            raise _errors.device_failed("update", error) from error
+            lost = any(leaf.is_deleted() for leaf in train.trainable_leaves)
+            raise self._failure("update", ready, error, lost=lost) from error
         self._buffers.give_back(ready, pending.finished.gradient, pending.kept)
         new = TrainState(
             trainable,
@@ -252,6 +253,20 @@ class Step:
             train.structure,
         )
         return new, metrics
+
+    def wait(self, train: TrainState, ready: Ready | None = None) -> None:
+        """Waits for the update that made `train`: until then its failure is silent.
+
+        **Raises:**
+
+        `StepError` where it failed: the parameters are lost.
+        """
+        try:
+            jax.block_until_ready(
+                (train.trainable_leaves, train.opt_leaves, train.state_leaves)
+            )
+        except Exception as error:
+            raise self._failure("the update before", ready, error, lost=True) from error
 
     # --- its parts ----------------------------------------------------------------
 
@@ -307,17 +322,13 @@ class Step:
         """
         self._buffers.drop()
         ready = placed.ready
-        try:  # the update before shows its failure only at the next wait
-            jax.block_until_ready(
-                (train.trainable_leaves, train.opt_leaves, train.state_leaves)
-            )
-        except Exception as lost:
-            raise self._failure("the update before", ready, lost) from lost
+        self.wait(train, ready)
+        where = "accumulate or finish"
         if not is_out_of_memory(error):
-            raise self._failure("accumulate or finish", ready, error) from error
+            raise self._failure(where, ready, error, lost=False) from error
         smaller = Planner(ready.builder).more_passes(ready)
         if smaller is None:
-            raise self._failure("accumulate or finish", ready, error) from error
+            raise self._failure(where, ready, error, lost=False) from error
         changes = ""
         if self._batch_norms:
             changes = (
@@ -333,10 +344,13 @@ class Step:
             self.plan = smaller.plan
         return self._launcher.place(placed.batch, smaller)
 
-    def _failure(self, where: str, ready: Ready, error: Exception) -> Exception:
-        if is_out_of_memory(error):
-            return _errors.out_of_memory(where, ready.plan.summary(), error)
-        return _errors.device_failed(where, error)
+    def _failure(
+        self, where: str, ready: Ready | None, error: Exception, *, lost: bool
+    ) -> Exception:
+        plan = self.plan if ready is None else ready.plan
+        if is_out_of_memory(error) and plan is not None:
+            return _errors.out_of_memory(where, plan.summary(), error, lost=lost)
+        return _errors.device_failed(where, error, lost=lost)
 
     def _check_train(self, train: Any) -> None:
         if not isinstance(train, TrainState):
