@@ -69,7 +69,7 @@ def compilations() -> Iterator[list[str]]:
     """Collects the names of the programs that XLA compiles inside the block."""
     names: list[str] = []
 
-    def listen(event: str, seconds: float, **more: Any) -> None:
+    def listen(event: str, duration_secs: float, **more: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             names.append(str(more.get("fun_name")))
 
