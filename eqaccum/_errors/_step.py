@@ -185,21 +185,37 @@ def too_many_skips(count: int) -> NonFiniteError:
     )
 
 
-def out_of_memory(where: str, plan: str, error: BaseException) -> StepError:
-    first = str(error).splitlines()[0] if str(error) else repr(error)
+def out_of_memory(
+    where: str, plan: str, error: BaseException, *, lost: bool
+) -> StepError:
     return StepError(
-        f"the device ran out of memory in {where} ({plan}). What was trained is in the "
-        "error's .result. Free memory on the device, or pass a smaller memory_limit= "
-        f"or microbatch=. The device said: {first}"
+        f"the device ran out of memory in {where} ({plan}). {_fate(lost)} Free memory "
+        "on the device, or pass a smaller memory_limit= or microbatch=. The device "
+        f"said: {_told(error)}"
     )
 
 
-def device_failed(where: str, error: BaseException) -> StepError:
-    first = str(error).splitlines()[0] if str(error) else repr(error)
-    return StepError(
-        f"the device failed in {where}: {first}. What was trained is in the error's "
-        ".result."
-    )
+def device_failed(where: str, error: BaseException, *, lost: bool) -> StepError:
+    return StepError(f"the device failed in {where}: {_told(error)}. {_fate(lost)}")
+
+
+def _fate(lost: bool) -> str:
+    if lost:
+        return (
+            "It had taken the parameters to replace them, so they are lost: go on from "
+            "the last checkpoint."
+        )
+    return "Nothing was updated: the TrainState given to this step is still valid."
+
+
+def _told(error: BaseException) -> str:
+    """The line that says most: the last one of a traceback, else the first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return repr(error)
+    if lines[0].endswith("Traceback (most recent call last):"):
+        return lines[-1].rstrip(".")
+    return lines[0].rstrip(".")
 
 
 def unknown_argument(door: str, names: list[str]) -> InputError:

@@ -51,7 +51,8 @@ class Run:
         try:
             with Interrupt() as interrupt:
                 self._loop(bar, interrupt)
-        except Exception as error:
+                self.step.wait(self.train)
+        except BaseException as error:  # a second Ctrl-C, too
             self._attach(error)
             raise
         finally:
@@ -72,22 +73,28 @@ class Run:
     def result(self) -> FitResult:
         return FitResult(self.train, self.history, self._plan)
 
-    def _attach(self, error: Exception) -> None:
+    def _attach(self, error: BaseException) -> None:
         """Nothing that was trained is lost to an exception, whoever raised it."""
-        if self.train.step == 0 or self._lost:
+        steps = self.train.step
+        if steps == 0 or getattr(error, "result", None) is not None or self._lost:
             return
         try:
             error.result = self.result  # type: ignore[attr-defined]
             error.add_note(
-                f"eqaccum: the {self.train.step} steps trained so far are in this "
-                "exception's .result"
+                f"eqaccum: what was trained in {steps} step{'s' * (steps > 1)} is in "
+                "this exception's .result"
             )
         except AttributeError:  # an exception with slots
             pass
 
     @property
     def _lost(self) -> bool:
-        return any(leaf.is_deleted() for leaf in self.train.trainable_leaves)
+        """Whether the last update failed, which may show only now."""
+        try:
+            self.step.wait(self.train)
+        except _errors.StepError:
+            return True
+        return False
 
     def _loop(self, bar: Progress, interrupt: Interrupt) -> None:
         batches = self._batches()
