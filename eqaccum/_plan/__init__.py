@@ -27,9 +27,11 @@ from ._record import (
     Probe as Probe,
 )
 from ._search import (
+    Choices as Choices,
     Found as Found,
     Measurement as Measurement,
     distinct_passes as distinct_passes,
+    every_number as every_number,
     pinned as pinned,
     search as search,
 )

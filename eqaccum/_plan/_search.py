@@ -6,7 +6,7 @@ compiled is ever returned, and memory is not trusted to be monotone: one pass an
 several are different programs, and so is one example per pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,6 +70,31 @@ class Found:
 Measure = Callable[[int], Measurement]
 
 
+@dataclass(frozen=True)
+class Choices:
+    """The numbers of passes to choose from, where not every number makes a cut.
+
+    `passes` increase, `microbatches` are those of each and do not; the last is 1.
+    """
+
+    passes: Sequence[int]
+    microbatches: Sequence[int]
+
+    def within(self, microbatch: int) -> int:
+        """The fewest passes whose microbatch is at most that."""
+        pairs = zip(self.passes, self.microbatches, strict=True)
+        return next(k for k, n in pairs if n <= microbatch)
+
+    def microbatch(self, num_microbatches: int) -> int:
+        return self.microbatches[self.passes.index(num_microbatches)]
+
+
+def every_number(rows: int, devices: int) -> Choices:
+    """Each number of passes worth a look, of rows that may be cut anywhere."""
+    passes = distinct_passes(-(-rows // devices))
+    return Choices(passes, [-(-rows // (devices * k)) for k in passes])
+
+
 def search(
     measure: Measure,
     *,
@@ -78,6 +103,7 @@ def search(
     limit: int,
     divisor: bool = False,
     limit_source: str = "",
+    choices: Choices | None = None,
 ) -> Found:
     """The fewest passes whose step fits.
 
@@ -91,6 +117,7 @@ def search(
     - `divisor`: take the fewest fitting passes that cut the rows evenly instead, where
         that is below twice as many (padding copies enter batch statistics).
     - `limit_source`: where the limit comes from, for the error.
+    - `choices`: the numbers of passes there are; None: every number.
 
     **Returns:**
 
@@ -102,16 +129,22 @@ def search(
     where no look gives a figure.
     """
     _check(rows, devices)
-    looks = _Looks(measure, rows, devices, limit)
-    steps = distinct_passes(-(-rows // devices))
-    best = _smallest(looks, steps)
+    choices = choices or every_number(rows, devices)
+    looks = _Looks(measure, rows, devices, limit, choices)
+    best = _smallest(looks, choices.passes)
     if best is None:
         raise _refusal(looks, limit, limit_source)
     return looks.found(_even(looks, best) if divisor else best)
 
 
 def pinned(
-    measure: Measure, *, rows: int, devices: int, microbatch: int, limit: Limit | None
+    measure: Measure,
+    *,
+    rows: int,
+    devices: int,
+    microbatch: int,
+    limit: Limit | None,
+    choices: Choices | None = None,
 ) -> Found:
     """The passes for a microbatch that was asked for.
 
@@ -127,8 +160,9 @@ def pinned(
     _check(rows, devices)
     if isinstance(microbatch, bool) or microbatch < 1:
         raise _errors.bad_microbatch(microbatch)
-    num_microbatches = -(-rows // (devices * microbatch))
-    size = -(-rows // (devices * num_microbatches))
+    choices = choices or every_number(rows, devices)
+    num_microbatches = choices.within(microbatch)
+    size = choices.microbatch(num_microbatches)
     measurement = measure(num_microbatches)
     ran_out = measurement.fits is False
     over = limit is not None and measurement.within(limit.bytes) is False
@@ -162,10 +196,18 @@ def distinct_passes(rows: int) -> list[int]:
 class _Looks:
     """Every look taken: what it gave, in order, and the program of the best one."""
 
-    def __init__(self, measure: Measure, rows: int, devices: int, limit: int) -> None:
+    def __init__(
+        self,
+        measure: Measure,
+        rows: int,
+        devices: int,
+        limit: int,
+        choices: Choices,
+    ) -> None:
         self._measure = measure
         self._rows, self._devices = rows, devices
         self.limit = limit
+        self.choices = choices
         self.seen: dict[int, Measurement] = {}
 
     def at(self, num_microbatches: int) -> bool | None:
@@ -181,10 +223,11 @@ class _Looks:
         return self.seen[num_microbatches].within(self.limit)
 
     def microbatch(self, num_microbatches: int) -> int:
-        return -(-self._rows // (self._devices * num_microbatches))
+        return self.choices.microbatch(num_microbatches)
 
     def evenly(self, num_microbatches: int) -> bool:
-        return self._rows % (self._devices * num_microbatches) == 0
+        microbatch = self.microbatch(num_microbatches)
+        return self._rows == self._devices * num_microbatches * microbatch
 
     def line(self) -> Line:
         """The line through what is known so far."""
@@ -219,7 +262,7 @@ class _Bracket:
     fits: int | None = None
 
 
-def _smallest(looks: _Looks, passes: list[int]) -> int | None:
+def _smallest(looks: _Looks, passes: Sequence[int]) -> int | None:
     """The fewest passes that fit, or `None`."""
     bracket, position = _Bracket(), 0
     while position is not None:
@@ -234,7 +277,7 @@ def _smallest(looks: _Looks, passes: list[int]) -> int | None:
     return None if bracket.fits is None else passes[bracket.fits]
 
 
-def _further(looks: _Looks, passes: list[int], failed: int) -> int | None:
+def _further(looks: _Looks, passes: Sequence[int], failed: int) -> int | None:
     """Where to look next while nothing fits."""
     last = len(passes) - 1
     if failed == last:
@@ -253,7 +296,7 @@ def _further(looks: _Looks, passes: list[int], failed: int) -> int | None:
     return max(guess, doubled) if len(looks.seen) >= _DOUBLE_AFTER else guess
 
 
-def _between(looks: _Looks, passes: list[int], failed: int, fits: int) -> int | None:
+def _between(looks: _Looks, passes: Sequence[int], failed: int, fits: int) -> int | None:
     """Where to look next for fewer passes than those that fit, if anywhere."""
     if fits - failed <= 1:
         return None
@@ -266,20 +309,20 @@ def _between(looks: _Looks, passes: list[int], failed: int, fits: int) -> int | 
     return min(_predicted(looks, passes, failed + 1, line), fits - 1)
 
 
-def _predicted(looks: _Looks, passes: list[int], start: int, line: Line) -> int:
+def _predicted(looks: _Looks, passes: Sequence[int], start: int, line: Line) -> int:
     """The first candidate that the line puts within the limit, else the last one."""
     return _first(passes, start, lambda k: line.at(looks.microbatch(k)) <= looks.limit)
 
 
-def _first(passes: list[int], start: int, holds: Callable[[int], bool]) -> int:
+def _first(passes: Sequence[int], start: int, holds: Callable[[int], bool]) -> int:
     positions = range(start, len(passes))
     return next((i for i in positions if holds(passes[i])), len(passes) - 1)
 
 
 def _even(looks: _Looks, best: int) -> int:
     """The fewest fitting passes that cut evenly, if below twice the fewest fitting."""
-    for more in range(best, 2 * best):
-        if looks.evenly(more) and looks.at(more):
+    for more in looks.choices.passes:
+        if best <= more < 2 * best and looks.evenly(more) and looks.at(more):
             return more
     return best
 
