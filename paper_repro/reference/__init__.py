@@ -1,0 +1,1 @@
+"""Numbers that another implementation of BERT computed, and the script for them."""
