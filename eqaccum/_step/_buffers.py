@@ -1,5 +1,6 @@
 """Device arrays that outlive a step: captured arrays, gradients' buffers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,21 @@ class Buffers:
             known = self._captured[id(array)] = (array, placed)
         return known[1]
 
+    def empty(self, structs: Sequence[Any]) -> list[Any]:
+        """Fresh zeros, copied from one buffer of the host's.
+
+        Zeros for each leaf on the host stayed resident for the whole run where the
+        allocator kept what was freed: 200 of 960 MB (measured, leaves of 17 MB).
+        """
+        sizes = [s.size * np.dtype(s.dtype).itemsize for s in structs]
+        zeros = np.zeros(max(sizes, default=0), np.uint8)
+        return self.placement.place(
+            [
+                zeros[:size].view(s.dtype).reshape(s.shape)
+                for s, size in zip(structs, sizes, strict=True)
+            ]
+        )
+
     def whole(self, leaves: list[Any]) -> list[Any]:
         """A batch's leaves without an example axis, placed where they changed."""
         return self._whole.of(leaves, self.placement.place)
@@ -42,9 +58,7 @@ class Buffers:
         spare = self._spare.pop(_shapes(ready), None)
         if spare is not None:
             return spare
-        return self.placement.place(
-            [np.zeros(s.shape, s.dtype) for s in ready.traced.gradient_structs]
-        )
+        return self.empty(ready.traced.gradient_structs)
 
     def give_back(self, ready: Ready, gradient: list[Any], kept: list[Any]) -> None:
         """Hands in the buffers of a step that is done, for the next one."""
