@@ -157,3 +157,45 @@ def test_float64_step():
             assert error(train.opt_state, gradient) <= 1e-12
             assert error(metrics.loss + metrics.penalty, want) <= 1e-12
             assert error(metrics.grad_norm, np.linalg.norm(flat(gradient))) <= 1e-12
+
+
+def test_leaves_without_elements():
+    """A layer of no outputs has leaves of no elements; the norm is of the others."""
+    model = {"w": jnp.float32(1), "empty": jnp.zeros((0, 3))}
+    step = eqaccum.make_step(
+        lambda m, y, key: jnp.sum(m["empty"]) + (m["w"] - y) ** 2,
+        optax.adamw(1.0),
+        global_batch=3,
+        microbatch=2,
+    )
+    train, metrics = step(step.init(model, KEY), np.array([1, 2, 3], np.float32))
+    assert float(metrics.grad_norm) == 2
+    assert train.model["empty"].shape == (0, 3)
+
+
+def test_frozen_leaves_stay_bit_for_bit():
+    """No decay, no optimizer slot, no accumulator; and functions are the same ones."""
+    kind = KINDS["scalar"]
+    model, _ = make(kind)
+    step = make_step(
+        kind,
+        10,
+        4,
+        optax.adamw(0.1, weight_decay=0.1),
+        trainable=eqx.tree_at(
+            lambda m: m.layer.weight, jax.tree.map(lambda _: False, model), True
+        ),
+    )
+    train = step.init(model, KEY)
+    assert step.plan is None
+    batch = batch_of(10)
+    train, _ = step(train, batch)
+    weight = model.layer.weight
+    assert step.plan.parts.accumulator == step.plan.parts.parameters == weight.nbytes
+    slots = [leaf for leaf in jax.tree.leaves(train.opt_state) if leaf.ndim]
+    assert [leaf.shape for leaf in slots] == [weight.shape] * 2
+    after = train.model
+    assert not np.array_equal(after.layer.weight, weight)
+    np.testing.assert_array_equal(after.table, model.table)
+    np.testing.assert_array_equal(after.layer.bias, model.layer.bias)
+    assert after.activation is model.activation

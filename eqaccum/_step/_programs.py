@@ -502,7 +502,8 @@ def _finite(norm: Array, gradient: list[Array]) -> Bool[Array, ""]:
     """Whether the gradient is finite; its norm overflows before its leaves do."""
 
     def by_leaf() -> Array:
-        return jnp.all(jnp.stack([jnp.isfinite(jnp.max(jnp.abs(g))) for g in gradient]))
+        finite = [jnp.isfinite(jnp.max(jnp.abs(g))) for g in gradient if g.size]
+        return jnp.all(jnp.stack([jnp.array(True), *finite]))
 
     return jax.lax.cond(jnp.isfinite(norm), lambda: jnp.array(True), by_leaf)
 
