@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import equinox as eqx
@@ -53,6 +53,8 @@ class Leaf:
     static: Static | None = None
     key_impl: str | None = None  # typed PRNG keys travel as their data
     from_numpy: bool = False
+    # A frozen numpy array that the programs see in a narrower dtype, as it was.
+    original: np.ndarray | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,9 @@ class Partition:
         return tuple(leaf.path for leaf in self.leaves if leaf.role is role)
 
 
-def partition(tree: PyTree, trainable: PyTree | Callable = False) -> Partition:
+def partition(
+    tree: PyTree, trainable: PyTree | Callable = False, *, fixed: bool = False
+) -> Partition:
     """Decides the role of each leaf.
 
     **Arguments:**
@@ -117,11 +121,12 @@ def partition(tree: PyTree, trainable: PyTree | Callable = False) -> Partition:
     - `tree`: any pytree; `jax.ShapeDtypeStruct`s count as arrays.
     - `trainable`: True (all inexact arrays), False (none), a pytree of bools that is
         a prefix of `tree`, or a predicate on leaves, which sees shapes and dtypes.
+    - `fixed`: whether leaves that are not trained never change.
     """
     with_paths, treedef = jtu.tree_flatten_with_path(tree)
     chosen = _chosen(tree, trainable, [value for _, value in with_paths])
     leaves = tuple(
-        _leaf(jtu.keystr(path), value, train)
+        _leaf(jtu.keystr(path), value, train, fixed)
         for (path, value), train in zip(with_paths, chosen, strict=True)
     )
     return Partition(treedef, leaves)
@@ -149,7 +154,7 @@ def nbytes(structs: Sequence[Any]) -> int:
     return sum(int(np.prod(s.shape)) * s.dtype.itemsize for s in structs)
 
 
-def _leaf(path: str, value: Any, train: bool) -> Leaf:
+def _leaf(path: str, value: Any, train: bool, fixed: bool) -> Leaf:
     if not is_array(value):
         return Leaf(Role.STATIC, path, Static(value))
     role = Role.TRAINABLE if train else Role.FROZEN
@@ -157,7 +162,10 @@ def _leaf(path: str, value: Any, train: bool) -> Leaf:
     if is_key(value):
         impl = str(jax.random.key_impl(value))
     from_numpy = isinstance(value, np.ndarray | np.generic) and not train
-    return Leaf(role, path, key_impl=impl, from_numpy=from_numpy)
+    original = None
+    if from_numpy and fixed and struct(value).dtype != value.dtype:
+        original = np.array(value)
+    return Leaf(role, path, key_impl=impl, from_numpy=from_numpy, original=original)
 
 
 def _data(key: Any) -> Any:
@@ -171,7 +179,7 @@ def _restored(leaf: Leaf, value: Any) -> Any:
         return jax.random.wrap_key_data(value, impl=leaf.key_impl)
     if leaf.from_numpy and isinstance(value, jax.Array):
         if not isinstance(value, Tracer):
-            return np.array(value)
+            return np.array(value if leaf.original is None else leaf.original)
     return value
 
 

@@ -157,7 +157,7 @@ def skeleton(settings: Settings, model: Any, state: Any) -> Skeleton:
     if state is not None and not isinstance(state, eqx.nn.State):
         raise _errors.state_type(state)
     check_arguments(settings.loss, has_state=state is not None)
-    parts = partition(model, settings.trainable)
+    parts = partition(model, settings.trainable, fixed=True)
     if not parts.paths(Role.TRAINABLE):
         leaves = [leaf for leaf in jax.tree.leaves(model) if is_array(leaf)]
         raise _errors.nothing_to_train(sorted({str(leaf.dtype) for leaf in leaves}))

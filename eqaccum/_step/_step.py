@@ -60,10 +60,10 @@ class Step:
 
     def describe(self, model: PyTree, state: Any = None) -> None:
         """Reads the model's structure (arrays or structs) and checks the optimizer."""
-        read = skeleton(self._settings, model, state)
-        if read.same(self._skeleton):
+        before, read = self._skeleton, skeleton(self._settings, model, state)
+        self._skeleton = read  # of this model, even where the same programs serve it
+        if read.same(before):
             return
-        self._skeleton = read
         parameters = self._skeleton.model.filtered(self._skeleton.trainable)
         self._opt = _optimizer.opt_partition(self._optimizer, parameters)
         self._batch_norms = batch_norms(model)
