@@ -177,6 +177,8 @@ class TrainState(eqx.Module):
 
     - `model`, `state`, `opt_state`: the model, its `eqx.nn.State` (or None) and the
         optimizer's state.
+    - `bank_leaves`: the rows of a `MemoryBank`, there from the first step on (or from
+        `init`, where a plan is made already); empty without one.
     - `step`: completed updates; `batch_index`: batches seen, skipped ones too.
     - `key`: the run's PRNG key, as key data.
 
@@ -193,6 +195,7 @@ class TrainState(eqx.Module):
     frozen_leaves: list[Array]
     state_leaves: list[Array]
     opt_leaves: list[Array]
+    bank_leaves: list[Array]
     key: np.ndarray
     step_count: np.ndarray
     batch_count: np.ndarray

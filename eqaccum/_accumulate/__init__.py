@@ -3,8 +3,15 @@ from ._additive import (
     split_keys as split_keys,
     trace_passes as trace_passes,
     wide_products as wide_products,
+    zeros as zeros,
 )
-from ._aux import AuxSpec as AuxSpec, Kind as Kind, finish_aux as finish_aux
+from ._aux import (
+    AuxLeaves as AuxLeaves,
+    AuxSpec as AuxSpec,
+    Kind as Kind,
+    finish_aux as finish_aux,
+    read as read_aux,
+)
 from ._conv import channels_last as channels_last
 from ._defaults import (
     DefaultLoss as DefaultLoss,
@@ -25,7 +32,7 @@ from ._forms import (
     signature_accepts as signature_accepts,
     state_leaves as state_leaves,
 )
-from ._jaxpr import hoist as hoist, walk as walk
+from ._jaxpr import Left as Left, hoist as hoist, walk as walk
 from ._keys import (
     batch_keys as batch_keys,
     example_keys as example_keys,
@@ -41,10 +48,13 @@ from ._records import (
     PassInputs as PassInputs,
     PassOutputs as PassOutputs,
     Sums as Sums,
+    even_cut as even_cut,
 )
+from ._scan import run as run
 from ._trace import (
     LossSpec as LossSpec,
     Traced as Traced,
+    holds_float16 as holds_float16,
     model_of as model_of,
     trace as trace,
     widened as widened,

@@ -1,11 +1,14 @@
 """The records that pass between a loss's form, the loop over passes and the step."""
 
 import abc
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 from jaxtyping import Array
 
 from ._aux import AuxSpec
@@ -27,7 +30,8 @@ class Batch(eqx.Module):
     `rows` have shape (K, n, ...) on each device and `weights` (K, n). `key` and
     `batch_index` give the keys; `bound` is the number of passes to run, None for all.
     Of a global batch that is fed in windows these are the rows of one: `start` is its
-    first position, and `fresh` is whether the sums begin with it.
+    first position, and `fresh` is whether the sums begin with it. `step` counts the
+    updates so far; only a loss with a memory bank is told.
     """
 
     rows: list[Any]
@@ -37,6 +41,7 @@ class Batch(eqx.Module):
     bound: Any = None
     start: Any = None
     fresh: Any = None
+    step: Any = None
 
 
 class PassInputs(eqx.Module):
@@ -73,7 +78,9 @@ class Sums(eqx.Module):
 class Cut:
     """How the global batch is cut: W windows of K passes of n rows on D devices.
 
-    There is one window unless the rows do not fit beside the activations.
+    There is one window unless the rows do not fit beside the activations. Where
+    `group` consecutive rows belong together, a pass holds several groups, or a group
+    takes several passes in a row on one device, filled up where it does not divide.
     """
 
     num_microbatches: int  # of one window
@@ -81,6 +88,7 @@ class Cut:
     devices: int
     axis_name: str | None  # of the devices; None outside of a mesh
     windows: int = 1
+    group: int | None = None
 
     @property
     def window(self) -> int:
@@ -93,8 +101,47 @@ class Cut:
         return self.windows * self.window
 
     def passes(self, last: int) -> int:
-        """Passes to run so that the slots below `last` are covered."""
-        return -(-last // (self.devices * self.microbatch))
+        """Passes to run so that the rows below `last` are covered."""
+        several = self._passes_of_group
+        if self.group is None or several == 1:
+            return -(-last // (self.devices * self.microbatch))
+        return several * -(-last // (self.devices * self.group))
+
+    @functools.cached_property
+    def places(self) -> np.ndarray | None:
+        """The row that each slot holds, those beyond the rows for padding.
+
+        None: each slot the row of its own number.
+        """
+        several = self._passes_of_group
+        filled = self.group is not None and several * self.microbatch == self.group
+        if self.group is None or several == 1 or (filled and self.devices == 1):
+            return None
+        slots = (self.num_microbatches, self.devices, self.microbatch)
+        k, device, j = (index.ravel() for index in np.indices(slots))
+        group = k // several * self.devices + device
+        row = k % several * self.microbatch + j
+        places = group * self.group + row
+        padding = row >= self.group
+        rows = self.capacity - int(padding.sum())
+        places[padding] = np.arange(rows, self.capacity)
+        return places
+
+    def in_order(self, leaf: Any) -> Any:
+        """What is listed for each slot, listed for each row."""
+        return leaf if self.places is None else leaf[np.argsort(self.places)]
+
+    @property
+    def _passes_of_group(self) -> int:
+        return 1 if self.group is None else max(1, -(-self.group // self.microbatch))
+
+
+def even_cut(
+    num_microbatches: int, rows: int, devices: int, axis_name: str | None
+) -> Cut:
+    """So many passes of as few rows as that allows."""
+    microbatch = -(-rows // (devices * num_microbatches))
+    return Cut(num_microbatches, microbatch, devices, axis_name)
 
 
 @dataclass(frozen=True)
@@ -117,6 +164,10 @@ class Passes(abc.ABC):
     ends_early: bool = True
     # Whether the global batch may be fed in windows.
     windowed: bool = True
+    # Whether rows of weight 0 occur whatever the batch is.
+    fills_up: bool = False
+    # Rows kept from step to step, carried behind the state.
+    bank: Sequence[jax.ShapeDtypeStruct] = ()
 
     @property
     def num_terms(self) -> int:
@@ -172,6 +223,26 @@ class Form(eqx.Module):
 
     The step knows forms by this interface alone.
     """
+
+    @property
+    @abc.abstractmethod
+    def sequential(self) -> bool:
+        """Whether its passes must run one after the other, on one device, and step
+        after step: what earlier ones computed is read by later ones."""
+
+    @abc.abstractmethod
+    def check_batch(self, *, rows: int, devices: int) -> None:
+        """Refuses a global batch and devices that it cannot be trained with."""
+
+    @abc.abstractmethod
+    def passes(self, *, rows: int, devices: int) -> Sequence[int] | None:
+        """The numbers of passes that make a cut, increasing; None: every number."""
+
+    @abc.abstractmethod
+    def cut(
+        self, num_microbatches: int, *, rows: int, devices: int, axis_name: str | None
+    ) -> Cut:
+        """How so many passes cut the global batch."""
 
     @abc.abstractmethod
     def check_arguments(self, *, has_state: bool) -> None:

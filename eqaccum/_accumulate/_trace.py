@@ -89,7 +89,7 @@ def trace(
 
 def gradient_of(forward: Traced) -> Callable:
     """`gradient(captured, inputs)` of one pass, by the forward jaxpr's transpose."""
-    overflows = _holds_float16(forward.jaxpr)
+    overflows = holds_float16(forward.jaxpr)
 
     def gradient(
         captured: list[Array], inputs: PassInputs
@@ -104,7 +104,7 @@ def gradient_of(forward: Traced) -> Callable:
         trainable = inputs.arguments.trainable
         totals, pull, out = jax.vjp(totals_of, trainable, has_aux=True)
         ratios = inputs.ratios or [jnp.ones((), totals[0].dtype)]
-        scale = _power_of_two_near(1 / out.weights[0]) if overflows else None
+        scale = power_of_two_near(1 / out.weights[0]) if overflows else None
         seeds = [r if scale is None else r * scale.astype(r.dtype) for r in ratios]
         (grads,) = pull(seeds)
         return [widened(grad, scale) for grad in grads], out
@@ -117,7 +117,7 @@ def widened(grad: Array, scale: Array | None) -> Array:
     return wide if scale is None else wide / scale.astype(wide.dtype)
 
 
-def _holds_float16(jaxpr: Any) -> bool:
+def holds_float16(jaxpr: Any) -> bool:
     """Whether anything is computed in float16, the one dtype whose sums overflow."""
     return any(
         getattr(atom.aval, "dtype", None) == jnp.float16
@@ -126,7 +126,7 @@ def _holds_float16(jaxpr: Any) -> bool:
     )
 
 
-def _power_of_two_near(value: Float[Array, ""]) -> Float[Array, ""]:
+def power_of_two_near(value: Float[Array, ""]) -> Float[Array, ""]:
     """A power of two scales without rounding (`exp2` is not exact on every backend)."""
     finite = jnp.where(jnp.isfinite(value) & (value > 0), value, jnp.ones_like(value))
     exponent = jnp.round(jnp.log2(finite)).astype(jnp.int32)

@@ -1,1 +1,2 @@
+from ._bank import MemoryBank as MemoryBank
 from ._coupled import coupled as coupled

@@ -15,6 +15,7 @@ from .._accumulate import (
     Arguments,
     Batch as Slots,
     Cut,
+    Form,
     LossSpec,
     Options,
     Passes,
@@ -22,6 +23,7 @@ from .._accumulate import (
     Sums,
     check_arguments,
     check_loss,
+    even_cut,
     finish_aux,
     run_key,
     trace_passes,
@@ -73,6 +75,8 @@ def value_and_grad(
     if microbatch < 1:
         raise _errors.bad_microbatch(microbatch)
     check_loss(loss)
+    if isinstance(loss, Form) and loss.sequential:
+        raise _errors.bank_without_step()
     options = Options(has_aux, axis_name)
 
     def call(
@@ -164,9 +168,10 @@ def _gradient_program(
     weights: Float[Array, "n"] | None,
 ) -> Any:
     count = rows[0].shape[0]
-    passes = -(-count // min(plan.microbatch, count))
-    cut = Cut(passes, -(-count // passes), 1, None)
+    cut = _cut(plan, count)
     order, weights = _slots_on_device(weights, count, cut.capacity)
+    if cut.places is not None:
+        order, weights = order[cut.places], weights[cut.places]
     shape = (cut.num_microbatches, cut.microbatch)
     batch = Slots(
         [leaf[order].reshape(*shape, *leaf.shape[1:]) for leaf in rows],
@@ -190,7 +195,18 @@ def _gradient_program(
             for w, t in zip(totals, pass_.outputs.totals, strict=True)
         ]
     sums = pass_.accumulate(cut, ratios=ratios, **shared)
-    return _returned(plan, pass_, sums, ratios, count)
+    return _returned(plan, pass_, sums, ratios, cut, count)
+
+
+def _cut(plan: _GradientPlan, count: int) -> Cut:
+    """The fewest passes of at most `microbatch` rows, evened out."""
+    loss, passes = plan.fn.value, None
+    if isinstance(loss, Form):
+        passes = loss.passes(rows=count, devices=1)
+    if passes is None:
+        return even_cut(-(-count // plan.microbatch), count, 1, None)
+    cuts = (loss.cut(k, rows=count, devices=1, axis_name=None) for k in passes)
+    return next(cut for cut in cuts if cut.microbatch <= plan.microbatch)
 
 
 _gradient = jax.jit(_gradient_program, static_argnums=0)
@@ -251,7 +267,12 @@ def _slots_on_device(
 
 
 def _returned(
-    plan: _GradientPlan, pass_: Passes, sums: Sums, ratios: list[Array], count: int
+    plan: _GradientPlan,
+    pass_: Passes,
+    sums: Sums,
+    ratios: list[Array],
+    cut: Cut,
+    count: int,
 ) -> Any:
     out = sums.outputs
     weight = out.weights[0]
@@ -266,7 +287,8 @@ def _returned(
     state = None if plan.state is None else plan.state.join([], out.state)
     aux = None
     if plan.options.has_aux:
-        rows = [leaf.reshape(-1, *leaf.shape[2:])[:count] for leaf in out.aux_rows]
+        flat = [leaf.reshape(-1, *leaf.shape[2:]) for leaf in out.aux_rows]
+        rows = [cut.in_order(leaf)[:count] for leaf in flat]
         aux = pass_.aux_spec.assemble(
             finish_aux(pass_.aux_spec, out.aux_sums, weight), rows
         )

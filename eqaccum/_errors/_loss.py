@@ -376,3 +376,76 @@ def head_ignores_weights(first: float, second: float, finite: bool) -> InputErro
         "does), or avoid them: drop_remainder=True and a global_batch that all batches "
         "fill."
     )
+
+
+def head_aux_rows(shape: tuple[int, ...], rows: int) -> InputError:
+    return InputError(
+        f"the head's auxiliary output has an array of shape {shape}; expected scalars, "
+        f"or arrays with one entry for each of the {rows} examples in front. Reduce "
+        "it, or return eqaccum.Sum(x) or eqaccum.Mean(total, count), of any shape."
+    )
+
+
+def bad_group(group: Any) -> InputError:
+    return InputError(
+        f"group={group!r} ({type(group).__name__}); expected a positive int, the "
+        "consecutive examples that the head sees together, or None for the whole "
+        "global batch."
+    )
+
+
+def group_above_batch(group: int, rows: int) -> InputError:
+    return InputError(
+        f"group={group:,} is above the global batch of {rows:,} rows. Choose a group "
+        "of at most the global batch, or leave group= out: the head then sees all of it."
+    )
+
+
+def not_a_bank(bank: Any) -> InputError:
+    return InputError(
+        f"bank={bank!r} is a {type(bank).__name__}; expected an eqaccum.MemoryBank, "
+        "such as eqaccum.MemoryBank(1024)."
+    )
+
+
+def bad_bank(name: str, value: Any, expected: str) -> InputError:
+    return InputError(
+        f"MemoryBank got {name}={value!r} ({type(value).__name__}); expected {expected}."
+    )
+
+
+def bank_needs_group() -> InputError:
+    return InputError(
+        "coupled(..., bank=...) needs group=: the bank is pushed after each group of "
+        "examples, so the group is part of the experiment. Pass group=8, say; "
+        "group=global_batch pushes once per step."
+    )
+
+
+def bank_needs_tuple(embeddings: Any) -> InputError:
+    return InputError(
+        f"embed returned {embeddings}; with a memory bank it must return a tuple whose "
+        "first entry is the queries, such as (query, passage)."
+    )
+
+
+def bank_on_devices(devices: int) -> InputError:
+    return InputError(
+        f"a memory bank on {devices} devices: each group reads the rows of the group "
+        "before it, so groups run in order, on one device. Pass a mesh of one device, "
+        "or leave bank= out: groups are then spread over all."
+    )
+
+
+def bank_without_step() -> InputError:
+    return InputError(
+        "value_and_grad got a loss with a memory bank, which has rows to keep from one "
+        "step to the next. Use make_step or fit, or leave bank= out."
+    )
+
+
+def bank_of_other_rows(expected: Any, got: Any) -> InputError:
+    return InputError(
+        f"this TrainState holds a memory bank of {got}; this loss needs {expected}. "
+        "Use the TrainState of this step, or a new one: step.init(model, key)."
+    )

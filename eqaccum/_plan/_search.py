@@ -296,7 +296,9 @@ def _further(looks: _Looks, passes: Sequence[int], failed: int) -> int | None:
     return max(guess, doubled) if len(looks.seen) >= _DOUBLE_AFTER else guess
 
 
-def _between(looks: _Looks, passes: Sequence[int], failed: int, fits: int) -> int | None:
+def _between(
+    looks: _Looks, passes: Sequence[int], failed: int, fits: int
+) -> int | None:
     """Where to look next for fewer passes than those that fit, if anywhere."""
     if fits - failed <= 1:
         return None

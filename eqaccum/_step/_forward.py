@@ -122,9 +122,10 @@ class Forward:
         laid = slots(batch.count, batch.weights, capacity=cut.capacity)
         shape = (cut.num_microbatches, cut.devices * cut.microbatch)
         place = self._settings.placement.place_rows
-        taken = batch.take(laid.order)
+        slots_of = slice(None) if cut.places is None else cut.places
+        taken = batch.take(laid.order[slots_of])
         rows = place([leaf.reshape(*shape, *leaf.shape[1:]) for leaf in taken])
-        (weights,) = place([laid.weights.reshape(shape)])
+        (weights,) = place([laid.weights[slots_of].reshape(shape)])
         arguments = Arguments(
             *leaves,
             self._buffers.captured(ready.builder.skeleton.loss_arrays),

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from .. import _errors
 from .._accumulate import Arguments, Batch as Slots, PassOutputs
 from .._data import Batch, Slots as Laid, slots
 from .._mesh import Placement
@@ -101,10 +102,11 @@ class Launcher:
         cut = ready.cut
         shape = (cut.num_microbatches, cut.devices * cut.microbatch)
         part = slice(number * cut.window, (number + 1) * cut.window)
-        taken = batch.take(laid.order[part])
+        slots = part if cut.places is None else cut.places
+        taken = batch.take(laid.order[slots])
         place = self.placement.place_rows
         rows = place([leaf.reshape(*shape, *leaf.shape[1:]) for leaf in taken])
-        (weights,) = place([laid.weights[part].reshape(shape)])
+        (weights,) = place([laid.weights[slots].reshape(shape)])
         left = cut.passes(laid.last) - number * cut.num_microbatches
         return Window(rows, weights, min(left, cut.num_microbatches))
 
@@ -115,7 +117,8 @@ class Launcher:
             self.arguments(train, placed),
         )
         ratios = self._weigh(train, placed, shared)
-        state, gradients = train.state_leaves, self.buffers.accumulator(ready)
+        state = [*train.state_leaves, *self._bank(train, ready)]
+        gradients = self.buffers.accumulator(ready)
         before = None if ready.cut.windows == 1 else _zeros(ready)
         aux_rows, outputs = [], None
         for number, window in self._windows(placed):
@@ -132,6 +135,16 @@ class Launcher:
                 before = eqx.tree_at(lambda o: o.state, outputs, [])
         assert outputs is not None
         return _Summed(gradients, outputs, ratios, aux_rows)
+
+    def _bank(self, train: TrainState, ready: Ready) -> list[Any]:
+        """The rows of the memory bank, which begins empty."""
+        wanted = [(s.shape, s.dtype) for s in ready.traced.bank]
+        if wanted and not train.bank_leaves:
+            return self.buffers.empty(ready.traced.bank)
+        held = [(leaf.shape, leaf.dtype) for leaf in train.bank_leaves]
+        if held != wanted:
+            raise _errors.bank_of_other_rows(wanted, held)
+        return train.bank_leaves
 
     def _windows(self, placed: Placed) -> Any:
         """The windows that hold rows, each gathered while the one before runs."""
@@ -158,6 +171,7 @@ class Launcher:
             None if full else np.asarray(passes, np.int32),
             np.asarray(number * cut.window, np.int32) if several else None,
             np.asarray(number == 0) if several else None,
+            train.step_count if ready.traced.bank else None,
         )
         return (ready if full else tail_programs(ready)), batch
 

@@ -26,7 +26,6 @@ from .._plan import (
     Plan,
     Probe,
     conv_scratch,
-    distinct_passes,
     open_cache,
     pinned,
     program_key,
@@ -108,15 +107,11 @@ class Planner:
         if known is not None:
             limit = Limit(known, failed.plan.limit_source, given=False)
         self._windows = failed.cut.windows
-        rows = -(-self._rows // self._windows)
-        devices = failed.cut.devices
-        larger = [
-            k
-            for k in distinct_passes(-(-rows // devices))
-            if k > failed.cut.num_microbatches
-        ]
-        for k in larger:
-            n = -(-rows // (devices * k))
+        choices = self._builder.choices(windows=self._windows)
+        for k in choices.passes:
+            if k <= failed.cut.num_microbatches:
+                continue
+            n = choices.microbatch(k)
             try:
                 return self._finished(lambda n=n: self._pin(n, limit), limit)
             except _errors.DoesNotFit:
@@ -134,7 +129,7 @@ class Planner:
         for program in (ready.accumulate, ready.weigh, ready.finish, ready.update):
             if program is not None:
                 keep(program)
-        for note in ready.plan.notes:
+        for note in self._notes(ready.traced, ready.cut):
             _errors.warn(note)
         return ready
 
@@ -205,6 +200,7 @@ class Planner:
         devices = self._builder.settings.placement.size
         on_device = -(-self._rows // devices)
         most = limit // (8 * self._sizes(traced).row)  # rows of one window
+            choices=self._builder.choices(windows=self._windows),
         if most < 1:
             return None
         windows = -(-on_device // most)
@@ -214,6 +210,7 @@ class Planner:
         devices = self._builder.settings.placement.size
         if plan.global_batch != self._rows:
             raise _errors.plan_mismatch(
+            choices=self._builder.choices(windows=self._windows),
                 "a global batch of", plan.global_batch, self._rows
             )
         if plan.devices != devices:
@@ -317,7 +314,7 @@ class Planner:
         return Sizes(
             parameters=nbytes(skeleton.trainable),
             frozen=nbytes(skeleton.frozen) + _bytes_of(captured) + nbytes(whole),
-            state=nbytes(skeleton.state_structs),
+            state=nbytes([*skeleton.state_structs, *traced.bank]),
             optimizer=nbytes(self._builder.opt_structs),
             accumulator=nbytes(traced.gradient_structs),
             row=row + 4,  # and its weight

@@ -4,6 +4,7 @@ Each takes and returns flat lists of leaves, which keeps the call on JAX's C++ p
 What the device holds beside a program's own arguments is counted where it is planned.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,18 +22,21 @@ from .._accumulate import (
     Arguments,
     Batch,
     Cut,
+    Form,
     LossSpec,
     Options,
     Passes,
     PassInputs,
     PassOutputs,
     Sums,
+    even_cut,
     finish_aux,
     hoist,
     trace_passes,
 )
 from .._data import Layout
 from .._mesh import DATA
+from .._plan import Choices, every_number
 from .._tree import Partition, struct
 from .._types import accumulator_dtype, wider
 from . import _optimizer
@@ -84,10 +88,26 @@ class Builder:
 
     def cut(self, num_microbatches: int, *, windows: int = 1) -> Cut:
         """So many passes in each window, of as few rows as that allows."""
-        devices = self.settings.placement.size
+        loss, devices = self.settings.loss, self.settings.placement.size
         rows = -(-self.settings.global_batch // windows)
-        n = -(-rows // (devices * num_microbatches))
-        return Cut(num_microbatches, n, devices, DATA, windows)
+        if isinstance(loss, Form):
+            return loss.cut(
+                num_microbatches, rows=rows, devices=devices, axis_name=DATA
+            )
+        cut = even_cut(num_microbatches, rows, devices, DATA)
+        return dataclasses.replace(cut, windows=windows)
+
+    def choices(self, *, windows: int = 1) -> Choices:
+        """The numbers of passes to choose from."""
+        loss, devices = self.settings.loss, self.settings.placement.size
+        rows = -(-self.settings.global_batch // windows)
+        passes = None
+        if isinstance(loss, Form):
+            passes = loss.passes(rows=rows, devices=devices)
+        if passes is None:
+            return every_number(rows, devices)
+        sizes = [self.cut(k, windows=windows).microbatch for k in passes]
+        return Choices(passes, sizes)
 
     def trace(self, cut: Cut) -> Passes:
         """The pass of one microbatch; the user's loss runs under trace here."""
@@ -139,7 +159,7 @@ class Builder:
 
     # --- accumulate and weigh -----------------------------------------------------
 
-    def batch_structs(self, cut: Cut, *, bounded: bool) -> Batch:
+    def batch_structs(self, pass_: Passes, cut: Cut, *, bounded: bool) -> Batch:
         slots = (cut.num_microbatches, cut.devices * cut.microbatch)
         return Batch(
             [
@@ -154,6 +174,7 @@ class Builder:
             jax.ShapeDtypeStruct((), jnp.bool_) if cut.windows > 1 else None,
         )
 
+            jax.ShapeDtypeStruct((), jnp.int32) if pass_.bank else None,
     def accumulate(self, pass_: Passes, cut: Cut, *, bounded: bool = False) -> Lowered:
         """(captured, arguments, state, batch, ratios, accumulator, before) -> sums.
 
@@ -182,14 +203,14 @@ class Builder:
             )
             return sums.gradients, sums.outputs
 
-        batch = self.batch_structs(cut, bounded=bounded)
+        batch = self.batch_structs(pass_, cut, bounded=bounded)
         out = (_WHOLE, _output_specs(pass_.outputs))
         mapped = self._mapped(program, batch, more=3, out=out)
         args = self._placed(
             (
                 structs(pass_.captured),
                 self.arguments,
-                self.skeleton.state_structs,
+                [*self.skeleton.state_structs, *pass_.bank],
                 batch,
                 self.ratios(pass_),
                 pass_.gradient_structs,
@@ -223,7 +244,7 @@ class Builder:
             ratios = [r.astype(t.dtype) for r, t in zip(out, totals, strict=True)]
             return Weighed(weights, ratios)
 
-        batch = self.batch_structs(cut, bounded=bounded)
+        batch = self.batch_structs(pass_, cut, bounded=bounded)
         mapped = self._mapped(program, batch, more=1, out=_WHOLE)
         args = self._placed(
             (
@@ -558,7 +579,7 @@ def _interleaved(same: list[bool], reused: list[Any], kept: list[Any]) -> list[A
 
 
 def _scalars(batch: Batch) -> tuple[Any, ...]:
-    return batch.bound, batch.start, batch.fresh
+    return batch.bound, batch.start, batch.fresh, batch.step
 
 
 def structs(arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:

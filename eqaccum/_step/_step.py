@@ -111,11 +111,19 @@ class Step:
             place(split.frozen),
             state_leaves,
             _distinct(opt_leaves, trainable, place),
+            self._empty_bank,
             data,
             np.zeros((), np.int32),
             np.zeros((), np.int32),
             Structure(skeleton.model, skeleton.state, opt_partition),
         )
+
+    @property
+    def _empty_bank(self) -> list[Any]:
+        """The rows of a memory bank; none before a plan tells what they are."""
+        for ready in self._ready.values():
+            return self._buffers.empty(ready.traced.bank)
+        return []
 
     def prepare(self, layout: Layout, *, own_bytes: int = 0) -> Ready:
         """The programs for batches of this layout, planned when first seen."""
@@ -187,7 +195,7 @@ class Step:
     def launch(self, train: TrainState, placed: Placed) -> Pending:
         """Starts accumulate and finish; returns before they are done."""
         placed = self._up_to_date(placed)
-        if placed.padded:
+        if placed.padded or placed.ready.traced.fills_up:
             self.check_zero_weights(train, placed)
         while True:
             try:
@@ -243,11 +251,13 @@ class Step:
             raise self._failure("update", ready, error, lost=lost) from error
         self._buffers.give_back(ready, pending.finished.gradient, pending.kept)
         new = TrainState(
+        states = len(train.state_leaves)
             trainable,
             train.frozen_leaves,
-            pending.state,
+            pending.state[:states],
             opt_leaves,
             train.key,
+            pending.state[states:],
             np.asarray(train.step_count + 1, np.int32),
             batch_count,
             train.structure,
@@ -277,7 +287,7 @@ class Step:
         if self._settings.has_aux:
             count = placed.batch.count
             rows = [
-                _in_order(parts)[:count]
+                placed.ready.cut.in_order(_joined(parts))[:count]
                 for parts in zip(*pending.aux_rows, strict=True)
             ]
             aux = spec.assemble(scalars.aux, rows)
@@ -366,8 +376,8 @@ class Step:
             raise _errors.consumed()
 
 
-def _in_order(parts: tuple[Any, ...]) -> Any:
-    """Auxiliary rows (passes, rows of a pass, ...) of all windows, in input order."""
+def _joined(parts: tuple[Any, ...]) -> Any:
+    """Auxiliary rows (passes, rows of a pass, ...) of all windows, slot by slot."""
     flat = [leaf.reshape(-1, *leaf.shape[2:]) for leaf in parts]
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 
@@ -390,6 +400,7 @@ def _bytes(train: TrainState | None) -> int:
         *train.state_leaves,
         *train.opt_leaves,
     )
+        *train.bank_leaves,
     return sum(leaf.nbytes for leaf in leaves)
 
 
