@@ -56,6 +56,7 @@ from ._trace import (
     Traced as Traced,
     holds_float16 as holds_float16,
     model_of as model_of,
+    power_of_two_near as power_of_two_near,
     trace as trace,
     widened as widened,
 )

@@ -138,7 +138,7 @@ class Parts:
         return block, out
 
     def laid(self, outputs: PassOutputs) -> PassOutputs:
-        """The outputs' structs as the program returns them, the bank behind the state."""
+        """The outputs' structs as the program returns them, the bank with the state."""
         rows = [jax.ShapeDtypeStruct(s.shape[1:], s.dtype) for s in outputs.aux_rows]
         return eqx.tree_at(
             lambda o: (o.aux_rows, o.state),
