@@ -181,6 +181,7 @@ class Planner:
             limit=limit.bytes,
             limit_source=limit.source,
             divisor=bool(self._batch_norms),
+            choices=self._builder.choices(windows=self._windows),
         )
 
     def _pin(self, microbatch: int, limit: Limit | None) -> Found:
@@ -190,6 +191,7 @@ class Planner:
             devices=self._builder.settings.placement.size,
             microbatch=microbatch,
             limit=limit,
+            choices=self._builder.choices(windows=self._windows),
         )
 
     def _fewest_windows(self, limit: int) -> int | None:
@@ -200,7 +202,6 @@ class Planner:
         devices = self._builder.settings.placement.size
         on_device = -(-self._rows // devices)
         most = limit // (8 * self._sizes(traced).row)  # rows of one window
-            choices=self._builder.choices(windows=self._windows),
         if most < 1:
             return None
         windows = -(-on_device // most)
@@ -210,7 +211,6 @@ class Planner:
         devices = self._builder.settings.placement.size
         if plan.global_batch != self._rows:
             raise _errors.plan_mismatch(
-            choices=self._builder.choices(windows=self._windows),
                 "a global batch of", plan.global_batch, self._rows
             )
         if plan.devices != devices:

@@ -172,9 +172,9 @@ class Builder:
             jax.ShapeDtypeStruct((), jnp.int32) if bounded else None,
             jax.ShapeDtypeStruct((), jnp.int32) if cut.windows > 1 else None,
             jax.ShapeDtypeStruct((), jnp.bool_) if cut.windows > 1 else None,
+            jax.ShapeDtypeStruct((), jnp.int32) if pass_.bank else None,
         )
 
-            jax.ShapeDtypeStruct((), jnp.int32) if pass_.bank else None,
     def accumulate(self, pass_: Passes, cut: Cut, *, bounded: bool = False) -> Lowered:
         """(captured, arguments, state, batch, ratios, accumulator, before) -> sums.
 

@@ -64,11 +64,11 @@ def check_settings(
     _check_penalty(penalty)
     check_compute_dtype(compute_dtype)
     check_loss(loss)
+    if isinstance(loss, Form):
+        loss.check_batch(rows=int(global_batch), devices=placement.size)
     if plan is not None:
         _check_plan(plan, global_batch, placement.size)
 
-    if isinstance(loss, Form):
-        loss.check_batch(rows=int(global_batch), devices=placement.size)
 
 def check_global_batch(value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:

@@ -250,14 +250,14 @@ class Step:
             lost = any(leaf.is_deleted() for leaf in train.trainable_leaves)
             raise self._failure("update", ready, error, lost=lost) from error
         self._buffers.give_back(ready, pending.finished.gradient, pending.kept)
-        new = TrainState(
         states = len(train.state_leaves)
+        new = TrainState(
             trainable,
             train.frozen_leaves,
             pending.state[:states],
             opt_leaves,
-            train.key,
             pending.state[states:],
+            train.key,
             np.asarray(train.step_count + 1, np.int32),
             batch_count,
             train.structure,
@@ -399,8 +399,8 @@ def _bytes(train: TrainState | None) -> int:
         *train.frozen_leaves,
         *train.state_leaves,
         *train.opt_leaves,
-    )
         *train.bank_leaves,
+    )
     return sum(leaf.nbytes for leaf in leaves)
 
 
