@@ -186,17 +186,29 @@ def check_values(model: Any, state: Any) -> None:
 
 
 def batch_norms(model: Any) -> list[str]:
-    """The names of the model's BatchNorm layers, in order."""
-    found = []
-
-    def visit(path: Any, node: Any) -> None:
-        if isinstance(node, eqx.nn.BatchNorm):
-            found.append(jax.tree_util.keystr(path).lstrip(".") or type(node).__name__)
-
-    jax.tree_util.tree_map_with_path(
-        visit, model, is_leaf=lambda node: isinstance(node, eqx.nn.BatchNorm)
+    """The names of the BatchNorm layers that take statistics of the batch, in order."""
+    return _named(
+        model,
+        lambda node: isinstance(node, eqx.nn.BatchNorm) and not _in_inference(node),
     )
-    return found
+
+
+def in_inference_mode(model: Any) -> list[str]:
+    """The names of the layers that are in inference mode, in order."""
+    return _named(model, _in_inference)
+
+
+def _in_inference(node: Any) -> bool:
+    return isinstance(node, eqx.Module) and getattr(node, "inference", None) is True
+
+
+def _named(model: Any, chosen: Callable[[Any], bool]) -> list[str]:
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=chosen)
+    return [
+        jax.tree_util.keystr(path).lstrip(".") or type(node).__name__
+        for path, node in nodes
+        if chosen(node)
+    ]
 
 
 def axis_environment(placement: Placement) -> list[tuple[str, int]]:

@@ -21,7 +21,14 @@ from ._compile import keep
 from ._launch import Launcher, Pending, Placed
 from ._planner import Planner, Ready
 from ._programs import Builder
-from ._settings import Settings, Skeleton, batch_norms, check_values, skeleton
+from ._settings import (
+    Settings,
+    Skeleton,
+    batch_norms,
+    check_values,
+    in_inference_mode,
+    skeleton,
+)
 
 
 class Step:
@@ -67,6 +74,9 @@ class Step:
         parameters = self._skeleton.model.filtered(self._skeleton.trainable)
         self._opt = _optimizer.opt_partition(self._optimizer, parameters)
         self._batch_norms = batch_norms(model)
+        fixed = in_inference_mode(model)
+        if fixed:
+            _errors.say(f"in inference mode and left so: {', '.join(fixed)}")
         self._ready.clear()
 
     def init(
