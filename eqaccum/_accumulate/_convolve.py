@@ -88,7 +88,7 @@ class Convolution:
             return self._by_slabs
         if prod(window) * features <= _LONGEST_PATCH and out_features < _LONGEST_PATCH:
             return self._by_patches
-        if any(w.size > w.length for w in windows):
+        if any(w.size > w.length or min(w.padding) < 0 for w in windows):
             return self._padded_first
         return self._plain
 
@@ -173,8 +173,9 @@ class Convolution:
         )
 
     def _padded_first(self, lhs: Any, kernel: Any) -> Any:
-        """A window longer than the array, as for the kernel gradient of a transposed
-        convolution, is taken for the slow path: pad the array by hand."""
+        """Padding by hand, for two weaknesses: a window longer than the array, as for
+        the kernel gradient of a transposed convolution, is slow, and where padding is
+        negative XLA:CPU may read what is not there (seen: 2e28 for 3)."""
         for axis in range(1, lhs.ndim - 1):
             lhs = self._windows(lhs.shape, kernel.shape, axis).padded(lhs)
         rank = len(self.padding)

@@ -77,7 +77,7 @@ def _drops(name: str) -> Rule:
     """Axes that the output does not have."""
 
     def rule(eqn: JaxprEqn, permutation: Permutation) -> OnArrays:
-        axes = eqn.params[name]
+        axes = [int(axis) for axis in eqn.params[name]]  # vmap leaves numpy integers
         new = tuple(sorted(permutation[axis] for axis in axes))
         return OnArrays(eqn.params | {name: new}, without(axes, permutation))
 
@@ -98,8 +98,9 @@ def _reshape(eqn: JaxprEqn, permutation: Permutation) -> OnArrays | None:
     order = [axis for axis in inverse(permutation) if old[axis] != 1]
     new_order = [axis for axis, size in enumerate(new) if size == 1]
     while order:
-        old_axes, new_axes = groups[order[0]]
-        if order[: len(old_axes)] != old_axes:
+        # Axes that are merged must follow each other in the array as in the value.
+        old_axes, new_axes = groups.get(order[0], ([], []))
+        if not old_axes or order[: len(old_axes)] != old_axes:
             return None
         new_order += new_axes
         order = order[len(old_axes) :]
