@@ -57,6 +57,7 @@ from ._trace import (
     holds_float16 as holds_float16,
     model_of as model_of,
     power_of_two_near as power_of_two_near,
+    rematerialised as rematerialised,
     trace as trace,
     widened as widened,
 )

@@ -208,7 +208,10 @@ def trace_additive(
     ratios = list(outputs.totals) if len(outputs.totals) > 1 else []
     inputs = eqx.tree_at(lambda i: i.ratios, inputs, ratios)
     gradient, shapes, more = trace(
-        gradient_of(forward), list(forward.captured), inputs, axis_env=axis_env
+        gradient_of(forward, spec.remat),
+        list(forward.captured),
+        inputs,
+        axis_env=axis_env,
     )
     if rewrite_convolutions:
         rewritten = channels_last(gradient.jaxpr)

@@ -23,6 +23,7 @@ from . import _forms, _keys
 from ._aux import AuxSpec
 from ._jaxpr import Left, hoist, walk
 from ._records import Arguments, PassInputs, PassOutputs
+from ._remat import in_segments
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class LossSpec:
     unflatten: Callable[[list[Any], list[Any]], PyTree]  # rows, whole -> a batch
     options: _forms.Options
     compute_dtype: Any = None
+    remat: Any = None  # True: in segments; a `jax.checkpoint` policy; None: not
     with_key: bool = True
 
 
@@ -87,7 +89,9 @@ def trace(
     return traced, shapes, hoisted.left
 
 
-def gradient_of(forward: Traced) -> Callable:
+def gradient_of(forward: Traced, remat: Any = None) -> Callable:
+    forward = rematerialised(forward, remat)
+
     """`gradient(captured, inputs)` of one pass, by the forward jaxpr's transpose."""
     overflows = holds_float16(forward.jaxpr)
 
@@ -110,6 +114,37 @@ def gradient_of(forward: Traced) -> Callable:
         return [widened(grad, scale) for grad in grads], out
 
     return gradient
+
+
+@dataclass(frozen=True)
+class _Segmented(Traced):
+    """A traced function whose gradient recomputes it, segment by segment."""
+
+    def __call__(self, captured: Sequence[Any], inputs: PyTree) -> Any:
+        flat = [*captured, *jax.tree.leaves(inputs)]
+        # positions are never negative, which the compiler cannot know
+        once = jnp.where(inputs.positions[0] >= 0, 1, 2).astype(jnp.int32)
+        outputs = in_segments(self.jaxpr)(once, flat)
+        return jax.tree.unflatten(self.out_tree, outputs)
+
+
+@dataclass(frozen=True)
+class _Policed(Traced):
+    """A traced function whose gradient keeps what a `jax.checkpoint` policy says."""
+
+    policy: Any = None
+
+    def __call__(self, captured: Sequence[Any], inputs: PyTree) -> Any:
+        call = jax.checkpoint(super().__call__, policy=self.policy)
+        return call(list(captured), inputs)
+
+
+def rematerialised(forward: Traced, remat: Any) -> Traced:
+    """The same function, recomputed in its gradient as `remat` says."""
+    parts = (forward.jaxpr, forward.captured, forward.out_tree)
+    if remat is None:
+        return forward
+    return _Segmented(*parts) if remat is True else _Policed(*parts, policy=remat)
 
 
 def widened(grad: Array, scale: Array | None) -> Array:

@@ -29,6 +29,7 @@ def make_step(
     microbatch: Own[int | str, ...] = "largest",
     memory_limit: Own[int | str | None, ...] = None,
     plan: Plan | None = None,
+    remat: Any = None,
     compute_dtype: Any = None,
     mesh: Mesh | None = None,
     nonfinite: Own[str, ...] = "raise",
@@ -55,6 +56,9 @@ def make_step(
     - `memory_limit`: bytes or text such as `"10GiB"` that the step's programs may take
         on each device; None asks the device.
     - `plan`: a `Plan` to use instead of searching.
+    - `remat`: `"auto"` recomputes the loss in the backward pass where not even one
+        example per pass fits; True always does, in segments; or a `jax.checkpoint`
+        policy. The gradient is the same.
     - `compute_dtype`: the floating leaves of the model are cast to it inside the loss.
     - `mesh`: a mesh with an axis `"data"`; None: all devices of the job.
     - `nonfinite`: `"raise"`, `"skip"` (nothing is updated) or `"ignore"`.
@@ -94,6 +98,7 @@ def make_step(
         microbatch=microbatch,
         memory_limit=memory_limit,
         plan=plan,
+        remat=remat,
         compute_dtype=compute_dtype,
         nonfinite=nonfinite,
     )
@@ -110,6 +115,7 @@ def make_step(
             microbatch=microbatch,
             memory_limit=memory_limit,
             plan=plan,
+            remat=remat,
             compute_dtype=compute_dtype,
             nonfinite=nonfinite,  # type: ignore[arg-type]
             axis_name=axis_name,

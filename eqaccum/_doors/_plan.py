@@ -20,6 +20,7 @@ _STEP_OPTIONS = (
     "trainable",
     "microbatch",
     "memory_limit",
+    "remat",
     "compute_dtype",
     "mesh",
     "nonfinite",
@@ -81,6 +82,11 @@ def plan(
         ```
     """
     source = open_source(data, in_axes=in_axes, example_weights=example_weights)
+    if not source.restartable:
+        _errors.warn(
+            f"plan took the first batch out of the data, {source.description}: a later "
+            "fit will not see it. Plan with shapes, or with a loader that starts afresh"
+        )
     known = {name: options[name] for name in _STEP_OPTIONS if name in options}
     unknown = set(options) - set(_STEP_OPTIONS) - set(_IGNORED_BY_PLAN)
     if unknown:

@@ -263,6 +263,13 @@ def nothing_to_predict() -> InputError:
     return InputError("predict got no rows; expected at least one.")
 
 
+def not_callbacks(callbacks: Any) -> InputError:
+    return InputError(
+        f"callbacks={callbacks!r} ({type(callbacks).__name__}); expected a list of "
+        "functions of one record: callbacks=[callback]."
+    )
+
+
 def bad_callback(callback: Any) -> InputError:
     return InputError(
         f"callbacks= holds {callback!r}; expected functions of one record, "
@@ -274,4 +281,12 @@ def mesh_without_data(mesh: Any) -> InputError:
     return InputError(
         f"mesh= has the axes {tuple(mesh.axis_names)}; expected one named 'data', over "
         'which the batch is cut: jax.make_mesh((8,), ("data",)).'
+    )
+
+
+def bad_remat(value: Any) -> InputError:
+    return InputError(
+        f'remat={value!r}; expected None, "auto" (where one example per pass does not '
+        "fit), True (always) or a policy such as "
+        "jax.checkpoint_policies.dots_saveable."
     )

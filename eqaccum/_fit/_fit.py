@@ -51,11 +51,12 @@ def fit(
     microbatch: Own[int | str, ...] = "largest",
     memory_limit: Own[int | str | None, ...] = None,
     plan: Plan | None = None,
+    remat: Any = None,
     compute_dtype: Any = None,
     mesh: Mesh | None = None,
     nonfinite: Own[str, ...] = "raise",
     axis_name: str = "batch",
-    callbacks: Sequence[Callable] = (),
+    callbacks: Own[Sequence[Callable], ...] = (),
     progress: bool | None = None,
     cache: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
@@ -101,6 +102,9 @@ def fit(
     - `memory_limit`: bytes, or text such as `"10GiB"`, that the step may take; None
         asks the device.
     - `plan`: a `Plan` to use instead of searching.
+    - `remat`: `"auto"` recomputes the loss in the backward pass where not even one
+        example per pass fits; True always does, in segments; or a `jax.checkpoint`
+        policy. The gradient is the same.
     - `compute_dtype`: the model's floating leaves are cast to it inside the loss.
     - `mesh`: a mesh with an axis `"data"`; None: all devices of the job.
     - `nonfinite`: `"raise"` at a loss or gradient that is not finite, `"skip"` that
@@ -167,6 +171,7 @@ def fit(
         microbatch=microbatch,
         memory_limit=memory_limit,
         plan=plan,
+        remat=remat,
         compute_dtype=compute_dtype,
         mesh=mesh,
         nonfinite=nonfinite,
@@ -203,7 +208,7 @@ def fit(
         order_key=key_data,
         validation=evaluation,
         validate_every=validation_steps,
-        callbacks=callbacks,
+        callbacks=tuple(callbacks),
         progress=progress,
     )
     return run.go()

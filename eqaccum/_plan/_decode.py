@@ -55,3 +55,7 @@ def checked(
         if not check(data[name]):
             raise refuse(f"{where}.{name} is {repr(data[name])[:80]}")
     return dict(data)
+
+
+def is_flag(value: Any) -> bool:
+    return isinstance(value, bool)

@@ -11,6 +11,7 @@ from ._decode import (
     Checks,
     checked,
     is_count,
+    is_flag,
     is_list,
     is_mapping,
     is_maybe_count,
@@ -157,6 +158,8 @@ class Plan:
     - `notes`: what else was decided.
     - `windows`: pieces in which the rows are fed, more than one where the rows of the
         global batch do not fit beside the activations.
+    - `rematerialised`: whether the loss is recomputed in segments in the backward pass
+        (`remat="auto"`).
     """
 
     global_batch: int
@@ -171,6 +174,7 @@ class Plan:
     source: str
     notes: tuple[str, ...] = ()
     windows: int = 1
+    rematerialised: bool = False
 
     @property
     def compilations(self) -> int:
@@ -192,6 +196,7 @@ class Plan:
         cut = f"{self.num_microbatches} {_plural(self.num_microbatches, 'pass', 'es')}"
         many = f" on {self.devices} devices" if self.devices > 1 else ""
         many += f" in {self.windows} windows" if self.windows > 1 else ""
+        many += ", rematerialised" if self.rematerialised else ""
         count = self.compilations
         return (
             f"{self.global_batch} = {cut} of {self.microbatch}{many} "
@@ -368,6 +373,7 @@ _PLAN: Checks = {
     "source": is_text,
     "notes": is_list,
     "windows": is_size,
+    "rematerialised": is_flag,
 }
 
 

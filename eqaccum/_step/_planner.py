@@ -39,6 +39,10 @@ from ._programs import Builder
 # Programs that ran out of memory while they ran, though they seemed to fit. In this
 # process only: next time the memory that others took may be free again.
 _ran_out: set[str] = set()
+_REMATERIALISED = (
+    'remat="auto": not even one example per pass fits as it is, so the loss is '
+    "recomputed in segments in the backward pass; the gradient is the same"
+)
 _RAN_OUT = f"{REMEMBERED}: out of memory while running"
 
 
@@ -131,6 +135,8 @@ class Planner:
                 keep(program)
         for note in self._notes(ready.traced, ready.cut):
             _errors.warn(note)
+        if self._builder.remat is True and self._builder.settings.remat == "auto":
+            _errors.say(_REMATERIALISED)
         return ready
 
     @property
@@ -161,9 +167,22 @@ class Planner:
         if given is not None:
             self._check_given(given)
             self._windows = given.windows
+            if given.rematerialised:
+                self._builder = replace(self._builder, remat=True)
         if self._pinned is not None:
             return self._pin(self._pinned, limit)
         assert limit is not None
+        try:
+            return self._in_windows(limit)
+        except _errors.DoesNotFit:
+            if self._builder.settings.remat != "auto" or self._builder.remat:
+                raise
+        self._builder = replace(self._builder, remat=True)
+        self._windows = 1
+        return self._in_windows(limit)
+
+    def _in_windows(self, limit: Limit) -> Found:
+        """The fewest passes in one window, else in the fewest windows."""
         try:
             return self._search(limit)
         except _errors.DoesNotFit:
@@ -372,6 +391,7 @@ class Planner:
             devices=cut.devices,
             num_microbatches=cut.windows * cut.num_microbatches,
             windows=cut.windows,
+            rematerialised=self._builder.remat is True,
             microbatch=cut.microbatch,
             predicted_bytes=found.measurement.bytes,
             limit_bytes=None if limit is None else limit.bytes,

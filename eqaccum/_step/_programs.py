@@ -84,6 +84,7 @@ class Builder:
     opt_partition: Partition
     opt_structs: list[jax.ShapeDtypeStruct]
     batch_norms: list[str]  # names of the model's BatchNorm layers
+    remat: Any = None  # as in `LossSpec`
     forward: bool = False  # without a gradient, for evaluation
 
     def cut(self, num_microbatches: int, *, windows: int = 1) -> Cut:
@@ -119,6 +120,7 @@ class Builder:
             unflatten=self.layout.unflatten,
             options=Options(settings.has_aux, settings.axis_name),
             compute_dtype=settings.compute_dtype,
+            remat=self.remat,
         )
         n = cut.microbatch
         key = jax.ShapeDtypeStruct((2,), jnp.uint32)

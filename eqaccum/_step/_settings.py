@@ -35,6 +35,7 @@ class Settings:
     microbatch: int | str = "largest"
     memory_limit: int | str | None = None
     plan: Plan | None = None
+    remat: Any = None
     compute_dtype: Any = None
     nonfinite: Nonfinite = "raise"
     axis_name: str = "batch"
@@ -51,6 +52,7 @@ def check_settings(
     microbatch: Any,
     memory_limit: Any,
     plan: Plan | None,
+    remat: Any,
     compute_dtype: Any,
     nonfinite: Any,
 ) -> None:
@@ -63,6 +65,7 @@ def check_settings(
         parse_bytes(memory_limit)
     _check_penalty(penalty)
     check_compute_dtype(compute_dtype)
+    check_remat(remat)
     check_loss(loss)
     if isinstance(loss, Form):
         loss.check_batch(rows=int(global_batch), devices=placement.size)
@@ -107,6 +110,13 @@ def check_microbatch(value: Any) -> None:
         raise _errors.bad_microbatch(value)
     elif value < 1:
         raise _errors.bad_microbatch(value)
+
+
+def check_remat(remat: Any) -> None:
+    """None, "auto", True (in segments) or a `jax.checkpoint` policy."""
+    if remat is None or remat is True or remat == "auto" or callable(remat):
+        return
+    raise _errors.bad_remat(remat)
 
 
 def check_compute_dtype(dtype: Any) -> None:

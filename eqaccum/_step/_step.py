@@ -153,6 +153,7 @@ class Step:
             opt_partition,
             opt_structs,
             self._batch_norms,
+            None if self._settings.remat == "auto" else self._settings.remat,
         )
 
     @property
