@@ -160,12 +160,19 @@ def _leaf(path: str, value: Any, train: bool, fixed: bool) -> Leaf:
     role = Role.TRAINABLE if train else Role.FROZEN
     impl = None
     if is_key(value):
-        impl = str(jax.random.key_impl(value))
+        impl = _key_impl(value)
     from_numpy = isinstance(value, np.ndarray | np.generic) and not train
     original = None
     if from_numpy and fixed and struct(value).dtype != value.dtype:
         original = np.array(value)
     return Leaf(role, path, key_impl=impl, from_numpy=from_numpy, original=original)
+
+
+def _key_impl(key: Any) -> str:
+    """The kind of a key; of a struct too, which only a trace can ask."""
+    kinds: list[str] = []
+    jax.eval_shape(lambda k: kinds.append(str(jax.random.key_impl(k))), key)
+    return kinds[0]
 
 
 def _data(key: Any) -> Any:

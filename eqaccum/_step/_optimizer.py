@@ -58,6 +58,9 @@ def check_optimizer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         raise _errors.accumulates_already()
     if not isinstance(optimizer, optax.GradientTransformation):
         raise _errors.not_an_optimizer(optimizer)
+    if not _takes_value(optimizer.update):
+        # Some are of the class that takes more arguments, and do not take them.
+        optimizer = optax.GradientTransformation(*optimizer)
     return optax.with_extra_args_support(optimizer)
 
 
@@ -100,8 +103,8 @@ def _check_update(optimizer: Any, state: PyTree, parameters: PyTree) -> None:
 
     try:
         new, new_state = jax.eval_shape(update, parameters, state, parameters, value)
-    except TypeError as error:
-        if "argument" in str(error):
+    except (TypeError, ValueError) as error:
+        if "argument" in str(error) or "must be provided" in str(error):
             raise _errors.optimizer_needs_more(error) from error
         raise
     for name, before, after in (
@@ -109,6 +112,11 @@ def _check_update(optimizer: Any, state: PyTree, parameters: PyTree) -> None:
         ("optimizer state", state, new_state),
     ):
         _check_same(name, before, after)
+
+
+def _takes_value(update: Any) -> bool:
+    parameters = inspect.signature(update).parameters.values()
+    return any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _check_same(name: str, before: PyTree, after: PyTree) -> None:
