@@ -154,8 +154,9 @@ def plan_mismatch(what: str, planned: Any, got: Any) -> InputError:
 
 
 def non_finite(step: int, what: str, rows: str) -> NonFiniteError:
+    which = f"; {rows}" if rows else ""
     return NonFiniteError(
-        f"step {step}: {what}{rows}. Nothing was updated. Look at those rows, lower "
+        f"step {step}: {what}{which}. Nothing was updated. Look at those rows, lower "
         'the learning rate, or pass nonfinite="skip" to leave such batches out.'
     )
 
@@ -261,6 +262,13 @@ def evaluate_needs_global_batch() -> InputError:
 
 def nothing_to_predict() -> InputError:
     return InputError("predict got no rows; expected at least one.")
+
+
+def validate_nothing(steps: int) -> InputError:
+    return InputError(
+        f"validate_every={steps}, but there is nothing to validate on. Pass "
+        "validation=, data of the same form as data, or leave validate_every= out."
+    )
 
 
 def not_callbacks(callbacks: Any) -> InputError:

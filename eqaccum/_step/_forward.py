@@ -100,6 +100,11 @@ class Forward:
         if waiting is not None:
             yield waiting
 
+    def prepare(self, model: PyTree, state: Any, layout: Layout) -> None:
+        """Plans and compiles for batches of this layout; nothing runs."""
+        self._describe(model, state)
+        self._prepare(layout)
+
     def totals(
         self, model: PyTree, state: Any, batches: Iterable[Batch], *, key: Any = None
     ) -> Totals:

@@ -69,6 +69,7 @@ class Tail:
     """
 
     checked: bool = False
+    row_by_row: tuple[Passes, Program] | None = None
     accumulate: Program | None = None
     weigh: Program | None = None
 

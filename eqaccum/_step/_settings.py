@@ -48,13 +48,13 @@ def check_settings(
     loss: Any,
     global_batch: Any,
     placement: Placement,
-    penalty: Any,
     microbatch: Any,
     memory_limit: Any,
-    plan: Plan | None,
-    remat: Any,
     compute_dtype: Any,
-    nonfinite: Any,
+    penalty: Any = None,
+    plan: Plan | None = None,
+    remat: Any = None,
+    nonfinite: Any = "raise",
 ) -> None:
     """Refuses what can be refused without the model."""
     check_global_batch(global_batch)

@@ -18,6 +18,7 @@ from .._types import Metrics, Own, Structure, TrainState
 from . import _optimizer
 from ._buffers import Buffers
 from ._compile import keep
+from ._culprits import find_culprits
 from ._launch import Launcher, Pending, Placed
 from ._planner import Planner, Ready
 from ._programs import Builder
@@ -240,14 +241,16 @@ class Step:
                 smaller = self._smaller(train, placed, error)
             pending = self.launch(train, smaller)
         metrics = self._metrics(placed, pending, skipped=False)
-        pending.placed = None
         batch_count = np.asarray(train.batch_count + 1, np.int32)
         if not ok and self._settings.nonfinite != "ignore":
             self._buffers.give_back(ready, pending.finished.gradient, pending.kept)
+            error = self._not_finite(train, placed, metrics)
             if self._settings.nonfinite == "raise":
-                raise self._not_finite(train, metrics)
+                raise error
+            _errors.say(f"skipped: {error}")
             skipped = eqx.tree_at(lambda t: t.batch_count, train, batch_count)
             return skipped, eqx.tree_at(lambda m: m.skipped, metrics, True)
+        pending.placed = placed = None  # their memory is the update's
         assert ready.update is not None
         try:
             trainable, opt_leaves = ready.update(
@@ -312,19 +315,23 @@ class Step:
             aux,
         )
 
-    def _not_finite(self, train: TrainState, metrics: Metrics) -> Exception:
+    def _not_finite(
+        self, train: TrainState, placed: Placed, metrics: Metrics
+    ) -> _errors.NonFiniteError:
+        """What is not finite, and the rows of the global batch that cause it."""
         step = train.step + 1
         if not float(metrics.weight) > 0:
             return _errors.no_weight(step)
         loss = float(metrics.loss)
-        if not np.isfinite(loss):
-            return _errors.non_finite(step, f"the loss is {loss}", "")
-        if not np.isfinite(float(metrics.penalty)):
+        if np.isfinite(loss) and not np.isfinite(float(metrics.penalty)):
             return _errors.non_finite(step, "the penalty is not finite", "")
-        if np.isfinite(float(metrics.grad_norm)):  # nothing is left but a `Mean`
-            return _errors.no_weight_of_a_mean(step)
-        what = "the loss is finite but its gradient is not"
-        return _errors.non_finite(step, what, "")
+        if np.isfinite(loss) and np.isfinite(float(metrics.grad_norm)):
+            return _errors.no_weight_of_a_mean(step)  # nothing else is left
+        what = f"the loss is {loss}"
+        if np.isfinite(loss):
+            what = "the loss is finite but its gradient is not"
+        culprits = find_culprits(self._launcher, train, placed)
+        return _errors.non_finite(step, what, "" if culprits is None else str(culprits))
 
     def _up_to_date(self, placed: Placed) -> Placed:
         """A batch that was placed before its programs were given up, placed anew."""
