@@ -8,6 +8,7 @@ memory analysis of the program shows it. `hoist` turns every one into an input.
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
+from math import prod
 from typing import Any
 
 import jax
@@ -167,8 +168,10 @@ def _is_array(aval) -> bool:
     return isinstance(aval, ShapedArray)
 
 
-def _nbytes(array) -> int:
-    return int(getattr(array, "nbytes", 0))
+def _nbytes(what: Any) -> int:
+    """The bytes of an array, a reference or a variable's type; zero if unknown."""
+    shape, dtype = getattr(what, "shape", ()), getattr(what, "dtype", None)
+    return prod(shape) * getattr(dtype, "itemsize", 0)
 
 
 class _Lifter:
@@ -193,7 +196,7 @@ class _Lifter:
             else:
                 kept_vars.append(var)
                 kept_consts.append(const)
-                self._leave(id(const), f"a captured {var.aval}", _nbytes(const))
+                self._leave(id(const), f"a captured {var.aval}", _nbytes(var.aval))
         eqns = [self._lift_eqn(eqn, scope) for eqn in jaxpr.eqns]
         outvars = scope.atoms(jaxpr.outvars)
         if not scope.arrays and all(
