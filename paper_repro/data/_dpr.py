@@ -4,13 +4,14 @@ import ast
 import csv
 import dataclasses
 import gzip
+import io
 import itertools
 import json
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool
@@ -226,12 +227,12 @@ def _objects(path: Path) -> Iterator[Any]:
     """The elements of a JSON array, one at a time, from a file of any size."""
     if not path.is_file():
         raise _errors.no_file(path, _TRAINING)
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-    with opened as file:
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as file:
         yield from _elements(file, path)
 
 
-def _elements(file: IO[str], path: Path) -> Iterator[Any]:
+def _elements(file: io.TextIOWrapper, path: Path) -> Iterator[Any]:
     decoder = json.JSONDecoder()
     text = file.read(_CHUNK).lstrip()
     if not text.startswith("["):

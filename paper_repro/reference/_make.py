@@ -32,8 +32,8 @@ TEXTS = [
     "Real-time strategy game of ancient warfare (data files)",
     "perl module: Encode::JIS2K & friends, v0.03!",
     "Übersetzungen für KDE - naïve café, 日本語",
-    "A library that reads and writes compressed archives of many formats, with bindings "
-    "for several languages, a command line, and documentation in HTML and PDF.",
+    "A library that reads and writes compressed archives of many formats, with "
+    "bindings for several languages, a command line, and documentation in HTML.",
 ]
 
 
@@ -56,7 +56,7 @@ def make_minilm(folder: str) -> None:
 
 
 def make_tiny() -> None:
-    """A BERT whose weights are large and whose biases are not 0, so that each counts."""
+    """A BERT with large weights and with biases that are not 0: each of them counts."""
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=40,
