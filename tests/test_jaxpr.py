@@ -156,6 +156,13 @@ def test_forward_is_differentiated_afterwards(fn):
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose(pullback(B)[0], expected_pullback(B)[0], rtol=1e-6)
 
+    # What the rules captured is in the gradient's jaxpr, and is hoisted from there.
+    def gradient(consts, x):
+        return jax.grad(lambda x: jnp.sum(evaluate(hoisted, consts, x)[0]))(x)
+
+    again = modules().hoist(jax.make_jaxpr(gradient)(hoisted.consts, X))
+    assert not constants(again.jaxpr) and again.left == ()
+
 
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
 def test_the_arrays_are_really_read_from_the_inputs(fn):

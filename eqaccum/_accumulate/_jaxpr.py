@@ -102,9 +102,10 @@ def hoist(closed: ClosedJaxpr) -> Hoisted:
     """Makes the arrays that a jaxpr holds, at any depth, its leading inputs.
 
     Arrays are told apart by identity: one that is captured in many places is one input.
-    Typed keys are passed as key data. Scalars that JAX writes into an equation stay
+    Typed keys are passed as key data. Numbers that JAX writes into an equation stay
     there. Custom derivative rules keep working; what they capture is not seen, since
-    they are functions and not jaxprs.
+    they are functions and not jaxprs. It is in the gradient's jaxpr once they have been
+    used: hoist that one too.
 
     **Arguments:**
 
