@@ -141,6 +141,7 @@ class Metrics(eqx.Module):
     - `examples`: rows in this batch.
     - `skipped`: whether the update was left out (`nonfinite="skip"`).
     - `aux`: the auxiliary outputs, reduced, or None.
+    - `grad_metrics`: what `grad_metrics=` returned for the finished gradient, or None.
 
     !!! Example
 
@@ -157,6 +158,14 @@ class Metrics(eqx.Module):
     examples: int
     skipped: bool
     aux: Any
+    grad_metrics: Any = None
+
+
+class Averaged(eqx.Module):
+    """An optimizer's state and, beside it, the moving average of the parameters."""
+
+    inner: Any
+    average: Any
 
 
 class Structure(eqx.Module):
@@ -179,6 +188,7 @@ class TrainState(eqx.Module):
         optimizer's state.
     - `bank_leaves`: the rows of a `MemoryBank`, there from the first step on (or from
         `init`, where a plan is made already); empty without one.
+    - `ema`: the model with the averaged parameters, None without `ema=`.
     - `step`: completed updates; `batch_index`: batches seen, skipped ones too.
     - `key`: the run's PRNG key, as key data.
 
@@ -213,6 +223,25 @@ class TrainState(eqx.Module):
 
     @property
     def opt_state(self) -> Any:
+        state = self._optimizer_state
+        return state.inner if isinstance(state, Averaged) else state
+
+    @property
+    def ema(self) -> Any:
+        """The model with the averaged parameters (`ema=`), None without."""
+        state = self._optimizer_state
+        if not isinstance(state, Averaged):
+            return None
+        average = [
+            mean.astype(leaf.dtype)
+            for mean, leaf in zip(
+                jax.tree.leaves(state.average), self.trainable_leaves, strict=True
+            )
+        ]
+        return self.structure.model.join(average, self.frozen_leaves)
+
+    @property
+    def _optimizer_state(self) -> Any:
         return self.structure.optimizer.join([], self.opt_leaves)
 
     @property

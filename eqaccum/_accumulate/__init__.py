@@ -10,7 +10,7 @@ from ._aux import (
     AuxSpec as AuxSpec,
     Kind as Kind,
     finish_aux as finish_aux,
-    read as read_aux,
+    read_aux as read_aux,
 )
 from ._conv import channels_last as channels_last
 from ._defaults import (

@@ -51,7 +51,7 @@ class AuxTotals:
     rows: list[Array]
 
 
-def read(aux: PyTree, *, rows: int | None, summed: bool = False) -> AuxLeaves:
+def read_aux(aux: PyTree, *, rows: int | None, summed: bool = False) -> AuxLeaves:
     """Sorts the leaves; those that cannot be combined are refused by name.
 
     **Arguments:**

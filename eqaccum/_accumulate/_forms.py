@@ -192,7 +192,7 @@ class _Caller:
     def _unpack(self, out: Any, *, row_axis: bool) -> _Output:
         value, state, aux = self._sorted(out)
         means = _means(value, row_axis=row_axis)
-        leaves = _aux.read(
+        leaves = _aux.read_aux(
             aux,
             rows=self.rows.weights.shape[0] if row_axis else None,
             summed=row_axis and means[0].total.ndim == 0,

@@ -166,7 +166,7 @@ def _aux_totals(
     weight, what it summed as it is.
     """
     by_group = jnp.sum(weights, axis=1)
-    there: Bool[Array, c] = by_group > 0
+    there: Bool[Array, " c"] = by_group > 0
     sums, rows = [], []
     stream = iter(arrays)
     for kind in spec.kinds:

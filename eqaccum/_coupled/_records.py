@@ -3,7 +3,6 @@
 from typing import Any
 
 import equinox as eqx
-from jaxtyping import Array
 
 from .._accumulate import Arguments, PassInputs
 
@@ -52,4 +51,4 @@ class HeadOutputs(eqx.Module):
     embeddings: list[Any]  # (c, g, ...), of the inexact leaves
 
 
-Gradients = list[Array]
+Gradients = list[Any]

@@ -15,7 +15,13 @@ from .. import _errors
 from .._accumulate import Form, accepts_key, check_labels, narrowed
 from .._data import Batch, Source, open_source
 from .._mesh import placement_on
-from .._step import Forward, Settings, check_global_batch
+from .._step import (
+    Forward,
+    Settings,
+    check_global_batch,
+    check_settings,
+    check_values,
+)
 from ._at_the_door import Own, at_the_door
 from ._plan import prepare_loss, rows_per_step
 
@@ -72,7 +78,10 @@ def evaluate(
         eqaccum.evaluate(result.model, (x, y), state=result.state)["loss"]
         ```
     """
+    check_values(model, state)
     source = open_source(data, in_axes=in_axes, example_weights=example_weights)
+    if not source.has_values:
+        raise _errors.only_shapes()
     if global_batch is None and isinstance(loss, Form):
         raise _errors.evaluate_needs_global_batch()
     rows = _rows(global_batch, source)
@@ -127,20 +136,20 @@ class Evaluation:
         if chosen.classes is not None and source.kind == "columns":
             last = len(source.layout.row_structs) - 1
             check_labels(source.column_chunks(last), chosen.classes)
-        self._forward = Forward(
-            Settings(
-                loss=chosen.fn,
-                optimizer=optax.identity(),
-                global_batch=global_batch,
-                placement=placement_on(mesh),
-                has_aux=has_aux,
-                trainable=True,
-                microbatch=microbatch,
-                memory_limit=memory_limit,
-                compute_dtype=compute_dtype,
-                axis_name=axis_name,
-            )
+        self._forward = _forward(
+            chosen.fn,
+            global_batch=global_batch,
+            has_aux=has_aux,
+            microbatch=microbatch,
+            memory_limit=memory_limit,
+            compute_dtype=compute_dtype,
+            axis_name=axis_name,
+            mesh=mesh,
         )
+
+    def prepare(self, model: PyTree, state: Any) -> None:
+        """Plans and compiles, so that what cannot work fails before training."""
+        self._forward.prepare(self._moded(model), state, self._source.layout)
 
     def __call__(
         self, model: PyTree, state: Any, *, key: Any = None
@@ -160,7 +169,7 @@ class Evaluation:
 
 @at_the_door
 def predict(
-    model: Callable,
+    model: Own[Callable, ...],
     x: Any,
     *,
     key: Any = None,
@@ -195,25 +204,24 @@ def predict(
         ```
     """
     if not callable(model):
-        raise _errors.model_not_callable(model)
+        raise _errors.nothing_to_call(model)
+    check_values(model, state)
     source = open_source(x, in_axes=in_axes)
-    call = _Prediction(accepts_key(model), state is not None, compute_dtype)
-    forward = Forward(
-        Settings(
-            loss=call,
-            optimizer=optax.identity(),
-            global_batch=_rows(global_batch, source),
-            placement=placement_on(mesh),
-            has_aux=True,
-            trainable=True,
-            microbatch=microbatch,
-            memory_limit=memory_limit,
-            compute_dtype=compute_dtype,
-            axis_name=axis_name,
-        )
+    if not source.has_values:
+        raise _errors.only_shapes()
+    rows = _rows(global_batch, source)
+    forward = _forward(
+        _Prediction(accepts_key(model), state is not None, compute_dtype),
+        global_batch=rows,
+        has_aux=True,
+        microbatch=microbatch,
+        memory_limit=memory_limit,
+        compute_dtype=compute_dtype,
+        axis_name=axis_name,
+        mesh=mesh,
     )
     moded = eqx.nn.inference_mode(model) if inference else model
-    batches = source.epoch(0, global_batch=_rows(global_batch, source))
+    batches = source.epoch(0, global_batch=rows)
     parts = list(_outputs(forward, moded, state, batches, key))
     if not parts:
         raise _errors.nothing_to_predict()
@@ -258,6 +266,42 @@ class _Prediction(eqx.Module):
         if self.has_state:
             return jnp.zeros(()), out[1], _boxed(out[0])
         return jnp.zeros(()), _boxed(out)
+
+
+def _forward(
+    loss: Any,
+    *,
+    global_batch: int,
+    has_aux: bool,
+    microbatch: Any,
+    memory_limit: Any,
+    compute_dtype: Any,
+    axis_name: str,
+    mesh: Mesh | None,
+) -> Forward:
+    placement = placement_on(mesh)
+    check_settings(
+        loss=loss,
+        global_batch=global_batch,
+        placement=placement,
+        microbatch=microbatch,
+        memory_limit=memory_limit,
+        compute_dtype=compute_dtype,
+    )
+    return Forward(
+        Settings(
+            loss=loss,
+            optimizer=optax.identity(),
+            global_batch=global_batch,
+            placement=placement,
+            has_aux=has_aux,
+            trainable=True,
+            microbatch=microbatch,
+            memory_limit=memory_limit,
+            compute_dtype=compute_dtype,
+            axis_name=axis_name,
+        )
+    )
 
 
 def _boxed(out: PyTree) -> PyTree:

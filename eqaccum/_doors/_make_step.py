@@ -33,6 +33,8 @@ def make_step(
     compute_dtype: Any = None,
     mesh: Mesh | None = None,
     nonfinite: Own[str, ...] = "raise",
+    grad_metrics: Own[Callable | None, ...] = None,
+    ema: Own[float | None, ...] = None,
     axis_name: str = "batch",
     cache: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
@@ -62,6 +64,10 @@ def make_step(
     - `compute_dtype`: the floating leaves of the model are cast to it inside the loss.
     - `mesh`: a mesh with an axis `"data"`; None: all devices of the job.
     - `nonfinite`: `"raise"`, `"skip"` (nothing is updated) or `"ignore"`.
+    - `grad_metrics`: a function of the finished gradient (the model's structure, None
+        where nothing is trained), before any clipping, that returns a dict of scalars.
+    - `ema`: the decay of a moving average of the parameters, on the step's clock:
+        `.ema` of the result and of the `TrainState` is the model with them.
     - `axis_name`: the name of the axis over the examples of a microbatch.
     - `cache`: remember on disk what programs need (`EQACCUM_CACHE=0` switches it off,
         `EQACCUM_CACHE_DIR` moves it); False: in this process only.
@@ -101,6 +107,8 @@ def make_step(
         remat=remat,
         compute_dtype=compute_dtype,
         nonfinite=nonfinite,
+        grad_metrics=grad_metrics,
+        ema=ema,
     )
     return Step(
         Settings(
@@ -118,6 +126,8 @@ def make_step(
             remat=remat,
             compute_dtype=compute_dtype,
             nonfinite=nonfinite,  # type: ignore[arg-type]
+            grad_metrics=grad_metrics,
+            ema=ema,
             axis_name=axis_name,
             cache=cache,
             compiler_options=compiler_options,

@@ -24,6 +24,8 @@ _STEP_OPTIONS = (
     "compute_dtype",
     "mesh",
     "nonfinite",
+    "grad_metrics",
+    "ema",
     "axis_name",
     "cache",
     "compiler_options",

@@ -5,6 +5,7 @@ EqaccumError                     the root; `.result` is what was trained, or Non
 ├── PlanError                    no plan can be made
 │   ├── DoesNotFit               not even one example per pass fits
 │   └── CannotTell               the backend gives no usable memory figures
+├── CheckpointError              a checkpoint cannot be read or written
 ├── NonFiniteError               a loss or gradient was not finite
 └── StepError                    the device failed while a step ran
 EqaccumWarning (UserWarning)     the run goes on, but not as one may expect
@@ -40,6 +41,10 @@ class DoesNotFit(PlanError):
 
 class CannotTell(PlanError):
     """The backend gives no usable memory figures, so no size can be said to fit."""
+
+
+class CheckpointError(EqaccumError):
+    """A checkpoint cannot be written, or what is there is none or is damaged."""
 
 
 class NonFiniteError(EqaccumError):

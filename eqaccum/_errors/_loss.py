@@ -323,6 +323,14 @@ def model_not_callable(model: Any) -> InputError:
     )
 
 
+def nothing_to_call(model: Any) -> InputError:
+    return InputError(
+        f"predict calls model(x), and a {type(model).__name__} cannot be called. Pass "
+        "a callable pytree: the model, a part such as model.query, or a function of "
+        "one row."
+    )
+
+
 def default_state(out: Any) -> InputError:
     return InputError(
         f"loss=None with state= expects model(x, state) to return (output, state); it "
@@ -397,7 +405,7 @@ def bad_group(group: Any) -> InputError:
 def group_above_batch(group: int, rows: int) -> InputError:
     return InputError(
         f"group={group:,} is above the global batch of {rows:,} rows. Choose a group "
-        "of at most the global batch, or leave group= out: the head then sees all of it."
+        "of at most the global batch, or leave group= out: the head then sees it all."
     )
 
 
@@ -410,7 +418,8 @@ def not_a_bank(bank: Any) -> InputError:
 
 def bad_bank(name: str, value: Any, expected: str) -> InputError:
     return InputError(
-        f"MemoryBank got {name}={value!r} ({type(value).__name__}); expected {expected}."
+        f"MemoryBank got {name}={value!r} ({type(value).__name__}); expected "
+        f"{expected}."
     )
 
 

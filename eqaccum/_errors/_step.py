@@ -298,3 +298,18 @@ def bad_remat(value: Any) -> InputError:
         "fit), True (always) or a policy such as "
         "jax.checkpoint_policies.dots_saveable."
     )
+
+
+def bad_ema(value: Any) -> InputError:
+    return InputError(
+        f"ema={value!r}; expected the decay of the average, a number from 0 to below 1 "
+        "such as 0.999, or None."
+    )
+
+
+def bad_grad_metrics(path: str, value: Any) -> InputError:
+    return InputError(
+        f"grad_metrics= returned {value!r} ({type(value).__name__}) at "
+        f"{path or 'its top'}; expected a dict of scalars computed from the gradient "
+        'it is given, such as {"norm": optax.tree.norm(grads.layers[0])}.'
+    )

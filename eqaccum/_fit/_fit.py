@@ -55,6 +55,8 @@ def fit(
     compute_dtype: Any = None,
     mesh: Mesh | None = None,
     nonfinite: Own[str, ...] = "raise",
+    grad_metrics: Own[Callable | None, ...] = None,
+    ema: Own[float | None, ...] = None,
     axis_name: str = "batch",
     callbacks: Own[Sequence[Callable], ...] = (),
     progress: bool | None = None,
@@ -109,6 +111,10 @@ def fit(
     - `mesh`: a mesh with an axis `"data"`; None: all devices of the job.
     - `nonfinite`: `"raise"` at a loss or gradient that is not finite, `"skip"` that
         batch, or `"ignore"`.
+    - `grad_metrics`: a function of the finished gradient (the model's structure, None
+        where nothing is trained), before any clipping, that returns a dict of scalars.
+    - `ema`: the decay of a moving average of the parameters, on the step's clock:
+        `.ema` of the result and of the `TrainState` is the model with them.
     - `axis_name`: the name of the axis over a microbatch's examples (BatchNorm).
     - `callbacks`: functions of one record, `callback(info)`, called after each step, or
         every so many with an attribute `every`; returning True stops the run.
@@ -151,6 +157,13 @@ def fit(
             check_not_one_hot(chunk)
             break
     validation_steps = count("validate_every", validate_every)
+    if validation is None and validation_steps is not None:
+        raise _errors.validate_nothing(validation_steps)
+    validation_source = None
+    if validation is not None:
+        validation_source = open_source(validation, in_axes=in_axes)
+        if not validation_source.has_values:
+            raise _errors.only_shapes()
     check_callbacks(callbacks)
     length = run_length(
         source,
@@ -175,6 +188,8 @@ def fit(
         compute_dtype=compute_dtype,
         mesh=mesh,
         nonfinite=nonfinite,
+        grad_metrics=grad_metrics,
+        ema=ema,
         axis_name=axis_name,
         cache=cache,
         compiler_options=compiler_options,
@@ -182,13 +197,12 @@ def fit(
     step.describe(model, state)
     made = step.prepare(source.layout).plan
     labels = chosen.classes if source.kind != "columns" else None
-    _say_start(source, global_batch, length, chosen.name, optimizer is None, made)
     evaluation = None
-    if validation is not None:
+    if validation_source is not None:
         evaluation = Evaluation(
             model,
             state,
-            open_source(validation, in_axes=in_axes),
+            validation_source,
             loss=loss,
             global_batch=rows,
             has_aux=has_aux,
@@ -198,6 +212,8 @@ def fit(
             axis_name=axis_name,
             mesh=mesh,
         )
+        evaluation.prepare(model, state)
+    _say_start(source, global_batch, length, chosen.name, optimizer is None, made)
     run = Run(
         step=step,
         source=source,

@@ -41,8 +41,9 @@ class History(Mapping[str, np.ndarray]):
             "skipped": metrics.skipped,
             **more,
         }
-        for name, value in _scalars(metrics.aux):
-            entry[f"aux.{name}" if name in entry else name] = value
+        for prefix, told in (("aux", metrics.aux), ("grad", metrics.grad_metrics)):
+            for name, value in _scalars(told):
+                entry[f"{prefix}.{name}" if name in entry else name] = value
         self._waiting.append(entry)
         if len(self._waiting) >= _BLOCK:
             self._flush()

@@ -47,6 +47,11 @@ class FitResult:
     def opt_state(self) -> Any:
         return self.train.opt_state
 
+    @property
+    def ema(self) -> Any:
+        """The model with the averaged parameters, None without `ema=`."""
+        return self.train.ema
+
     def plot(self, ax: Any = None) -> Any:
         """Draws the loss against the steps and returns the matplotlib Axes.
 

@@ -210,8 +210,10 @@ class Run:
             raise _errors.too_many_skips(self._skipped)
 
 
-def check_callbacks(callbacks: Sequence[Any]) -> None:
+def check_callbacks(callbacks: Any) -> None:
     """Refuses what cannot be called, or has no whole number of steps as `every`."""
+    if not isinstance(callbacks, Sequence):
+        raise _errors.not_callbacks(callbacks)
     for callback in callbacks:
         every = getattr(callback, "every", 1)
         whole = isinstance(every, int) and not isinstance(every, bool)

@@ -63,6 +63,13 @@ class Parts:
     - `batch`: rows resident on the device, those of the next batch included.
     - `activations`: what is left: the temporaries of forward and backward pass.
     - `extra`: further parts by name, as pairs `(name, bytes)`.
+
+    !!! Example
+
+        ```python
+        parts = eqaccum.plan(model, data, global_batch=4096).parts
+        print(parts.activations, parts.total)
+        ```
     """
 
     parameters: int = 0
@@ -113,6 +120,13 @@ class Probe:
     - `seconds`: how long it took to compile.
     - `note`: `"compiled"`, `"remembered"`, `"out of memory while compiling"`,
         `"no figures"` or another word about where the figure comes from.
+
+    !!! Example
+
+        ```python
+        for probe in eqaccum.plan(model, data, global_batch=4096).probes:
+            print(probe.num_microbatches, probe.bytes, probe.note)
+        ```
     """
 
     num_microbatches: int

@@ -56,6 +56,7 @@ class Scalars(eqx.Module):
     weight: Any
     ok: Any
     aux: list[Any]
+    grad_metrics: Any
 
 
 class Weighed(eqx.Module):
@@ -495,8 +496,21 @@ def _finish(
         weight,
         ok,
         finish_aux(pass_.aux_spec, aux_sums, weight),
+        _grad_metrics(builder, gradient),
     )
     return Finished(gradient, _averaged(outputs.state), scalars)
+
+
+def _grad_metrics(builder: Builder, gradient: list[Array]) -> Any:
+    """What the user wants to know of the finished gradient, before any clipping."""
+    ask = builder.settings.grad_metrics
+    if ask is None:
+        return None
+    told = ask(builder.skeleton.model.filtered(gradient))
+    for path, value in jax.tree_util.tree_leaves_with_path(told):
+        if not isinstance(told, dict) or jnp.ndim(value) != 0:
+            raise _errors.bad_grad_metrics(jax.tree_util.keystr(path), value)
+    return told
 
 
 def _divided(total: Array, weight: Array, extra: Array | None, dtype: Any) -> Array:

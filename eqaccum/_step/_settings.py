@@ -15,6 +15,7 @@ from .._accumulate import Form, check_arguments, check_loss
 from .._mesh import DATA, Placement
 from .._plan import Plan, parse_bytes
 from .._tree import Partition, Role, is_array, partition, struct
+from ._ema import is_decay
 
 Nonfinite = Literal["raise", "skip", "ignore"]
 _NONFINITE = ("raise", "skip", "ignore")
@@ -38,6 +39,8 @@ class Settings:
     remat: Any = None
     compute_dtype: Any = None
     nonfinite: Nonfinite = "raise"
+    grad_metrics: Callable | None = None
+    ema: float | None = None
     axis_name: str = "batch"
     cache: bool = True
     compiler_options: Mapping[str, Any] | None = None
@@ -55,6 +58,8 @@ def check_settings(
     plan: Plan | None = None,
     remat: Any = None,
     nonfinite: Any = "raise",
+    grad_metrics: Any = None,
+    ema: Any = None,
 ) -> None:
     """Refuses what can be refused without the model."""
     check_global_batch(global_batch)
@@ -66,6 +71,10 @@ def check_settings(
     _check_penalty(penalty)
     check_compute_dtype(compute_dtype)
     check_remat(remat)
+    if grad_metrics is not None and not callable(grad_metrics):
+        raise _errors.not_callable("grad_metrics", grad_metrics)
+    if ema is not None and not is_decay(ema):
+        raise _errors.bad_ema(ema)
     check_loss(loss)
     if isinstance(loss, Form):
         loss.check_batch(rows=int(global_batch), devices=placement.size)

@@ -19,6 +19,7 @@ from . import _optimizer
 from ._buffers import Buffers
 from ._compile import keep
 from ._culprits import find_culprits
+from ._ema import with_ema
 from ._launch import Launcher, Pending, Placed
 from ._planner import Planner, Ready
 from ._programs import Builder
@@ -56,6 +57,8 @@ class Step:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._optimizer = _optimizer.check_optimizer(settings.optimizer)
+        if settings.ema is not None:
+            self._optimizer = with_ema(self._optimizer, settings.ema)
         self._skeleton: Skeleton | None = None
         self._opt: tuple[Partition, list[Any]] | None = None
         self._batch_norms: list[str] = []
@@ -313,6 +316,7 @@ class Step:
             placed.batch.count,
             skipped,
             aux,
+            scalars.grad_metrics,
         )
 
     def _not_finite(
