@@ -94,6 +94,18 @@ def planned(**changed: Any) -> Any:
     return plan(**(arguments | changed))
 
 
+def evaluated(**changed: Any) -> Any:
+    """`evaluate` with arguments that work, some of them changed."""
+    return eqaccum.evaluate(
+        **({"model": MODEL, "data": (X, Y), "loss": loss} | changed)
+    )
+
+
+def predicted(**changed: Any) -> Any:
+    """`predict` with arguments that work, some of them changed."""
+    return eqaccum.predict(**({"model": MODEL, "x": X} | changed))
+
+
 def losing(value: Callable[[Any], Any], **changed: Any) -> Any:
     """`fit` with a loss of one example that returns `value(prediction)`."""
     return fitted(loss=lambda model, example, key: value(model(example[0])), **changed)
@@ -125,6 +137,13 @@ class Endless:
 
     def __getitem__(self, index):
         return X[0], Y[0]
+
+
+class Every:
+    every = 0
+
+    def __call__(self, info):
+        pass
 
 
 class Empty:
@@ -294,6 +313,20 @@ NUMBERS = {
         (fitted, "microbatch", ("biggest", "8"), "'largest'", "int of at least 1"),
         (planned, "microbatch", (0,), "'largest'", "int of at least 1"),
         (graded, "microbatch", (0, 2.5, "largest", True), "int of at least 1", "take"),
+        (evaluated, "global_batch", (0, 1.5, "all"), "positive int", "examples"),
+        (predicted, "global_batch", (0, True), "positive int", "examples"),
+        (evaluated, "microbatch", (0, "biggest"), "'largest'", "int of at least 1"),
+        (predicted, "microbatch", (0, 2.5), "'largest'", "int of at least 1"),
+        (evaluated, "memory_limit", ("much",), "bytes above zero", "None to ask"),
+        (predicted, "memory_limit", (0,), "bytes above zero", "None to ask"),
+        (evaluated, "compute_dtype", (int,), "floating", "jnp.bfloat16"),
+        (predicted, "compute_dtype", ("float99",), "floating", "jnp.bfloat16"),
+        (evaluated, "has_aux", ("yes",), "bool", "expected"),
+        (predicted, "inference", ("no",), "bool", "expected"),
+        (fitted, "validate_every", (0, 2.5, True), "positive int", "None"),
+        (fitted, "mesh", (8, "data"), "Mesh", "expected"),
+        (fitted, "cache", ("no",), "bool", "expected"),
+        (fitted, "callbacks", (print, 3, None), "list", "callbacks=[callback]"),
         (fitted, "memory_limit", ("lots", "10", 0, -5, True, 1.5), "bytes", "'10GiB'"),
         (stepped, "memory_limit", ("10 GB!",), "bytes above zero", "MiB"),
         (planned, "memory_limit", ("much",), "bytes above zero", "None to ask"),
@@ -662,6 +695,75 @@ OTHERS = {
     ),
     "an unknown argument of plan": Bad(
         lambda: planned(batch_size=4), "batch_size", "fit", "help(eqaccum.fit)"
+    ),
+    "a list for evaluate": Bad(
+        lambda: evaluated(data=[X, Y]), "a list of ndarray", "tuple", "examples(data)"
+    ),
+    "a list for predict": Bad(
+        lambda: predicted(x=[X]), "a list of ndarray", "tuple", "examples(data)"
+    ),
+    "shapes for evaluate": Bad(
+        lambda: evaluated(data=STRUCTS), "ShapeDtypeStruct", "values", "Pass arrays"
+    ),
+    "shapes for predict": Bad(
+        lambda: predicted(x=STRUCTS[0]), "ShapeDtypeStruct", "values", "Pass arrays"
+    ),
+    "a model of shapes for evaluate": Bad(
+        lambda: evaluated(model=Linear(jax.ShapeDtypeStruct((2, 3), "float32"))),
+        "ShapeDtypeStruct",
+        "plan",
+        "Pass arrays",
+    ),
+    "a model of shapes for predict": Bad(
+        lambda: predicted(model=Linear(jax.ShapeDtypeStruct((2, 3), "float32"))),
+        "ShapeDtypeStruct",
+        "plan",
+        "Pass arrays",
+    ),
+    "a key for evaluate": Bad(
+        lambda: evaluated(key=1), "key=1 (int)", "one PRNG key", "jax.random.key(0)"
+    ),
+    "a key for predict": Bad(
+        lambda: predicted(key=1), "key=1 (int)", "one PRNG key", "jax.random.key(0)"
+    ),
+    "a loss for evaluate": Bad(
+        lambda: evaluated(loss=3), "loss=3", "loss(model, example, key)", "function"
+    ),
+    "a vector for evaluate": Bad(
+        lambda: evaluated(loss=lambda m, e, k: m(e[0])), "(2,)", "a scalar", "jnp.mean"
+    ),
+    "weights for evaluate": Bad(
+        lambda: evaluated(example_weights=-np.ones(8)), "-1", "not negative", "0 for"
+    ),
+    "a state for evaluate": Bad(
+        lambda: evaluated(state=MODEL),
+        "state=Linear",
+        "eqx.nn.State",
+        "make_with_state",
+    ),
+    "a model that cannot be called": Bad(
+        lambda: predicted(model={"w": MODEL.w}), "dict", "cannot be called", "Pass"
+    ),
+    "something else among callbacks": Bad(
+        lambda: fitted(callbacks=[print, None]), "holds None", "functions", "every"
+    ),
+    "a callback's every": Bad(
+        lambda: fitted(callbacks=[Every()]), "Every", "every", "a positive int of steps"
+    ),
+    "a list as validation": Bad(
+        lambda: fitted(validation=[X, Y]),
+        "a list of ndarray",
+        "tuple",
+        "examples(data)",
+    ),
+    "validate_every without validation": Bad(
+        lambda: fitted(validate_every=2), "validate_every=2", "validation=", "Pass"
+    ),
+    "a mesh without a data axis": Bad(
+        lambda: fitted(mesh=jax.make_mesh((1,), ("model",))),
+        "('model',)",
+        "'data'",
+        "jax.make_mesh",
     ),
     "shapes for value_and_grad": Bad(
         lambda: graded(batch=STRUCTS), "ShapeDtypeStruct", "values", "Pass arrays"

@@ -452,6 +452,17 @@ def test_exceptions_from_the_users_functions_pass(where):
     assert caught.value is error
 
 
+def test_a_validation_that_cannot_work_fails_before_the_first_step(capsys):
+    def pair(model, example, key):
+        x, y = example
+        return jnp.sum((model["w"] - x) ** 2) + 0 * y
+
+    with pytest.raises(ValueError, match="unpack") as caught:
+        fit((GOOD, GOOD), pair, validation=(GOOD, GOOD, GOOD))
+    assert not hasattr(caught.value, "result")
+    assert capsys.readouterr().err == ""
+
+
 # --- Ctrl-C ---------------------------------------------------------------------
 
 
