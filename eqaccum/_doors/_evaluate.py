@@ -312,3 +312,8 @@ def _rows(global_batch: Any, source: Source) -> int:
     if global_batch is not None:
         check_global_batch(global_batch)
     return rows_per_step(_ROWS if global_batch is None else global_batch, source)
+
+
+def _refuse_fastest(door: str, microbatch: Any) -> None:
+    if microbatch == "fastest":
+        raise _errors.fastest_only_in_training(door)

@@ -54,7 +54,8 @@ def make_step(
     - `penalty`: a function of the model alone, added once per step.
     - `trainable`: True, a pytree of bools that is a prefix of the model, or a predicate
         on leaves.
-    - `microbatch`: `"largest"`, or an int: an upper bound on the examples of a pass.
+    - `microbatch`: `"largest"` that fits; `"fastest"`, tried on the first steps; or an
+        int: an upper bound on the examples of a pass.
     - `memory_limit`: bytes or text such as `"10GiB"` that the step's programs may take
         on each device; None asks the device.
     - `plan`: a `Plan` to use instead of searching.

@@ -83,6 +83,8 @@ def plan(
         print(plan)
         ```
     """
+    if options.get("microbatch") == "fastest":
+        raise _errors.fastest_only_in_training("plan")
     source = open_source(data, in_axes=in_axes, example_weights=example_weights)
     if not source.restartable:
         _errors.warn(

@@ -1,3 +1,23 @@
+from ._checkpoint import (
+    _shown as _shown,
+    bad_path as bad_path,
+    bad_resume as bad_resume,
+    bad_state_to_load as bad_state_to_load,
+    cannot_go_on as cannot_go_on,
+    cannot_write_checkpoint as cannot_write_checkpoint,
+    damaged_checkpoint as damaged_checkpoint,
+    foreign_checkpoint as foreign_checkpoint,
+    holds_run as holds_run,
+    needs_checkpoint as needs_checkpoint,
+    no_checkpoint as no_checkpoint,
+    no_directory as no_directory,
+    no_orbax as no_orbax,
+    no_run as no_run,
+    other_checkpoint_version as other_checkpoint_version,
+    other_leaf as other_leaf,
+    other_run as other_run,
+    run_exists as run_exists,
+)
 from ._conv import rewritten_for_running as rewritten_for_running
 from ._data import (
     THE_ARRAY as THE_ARRAY,
@@ -37,6 +57,7 @@ from ._data import (
 )
 from ._exceptions import (
     CannotTell as CannotTell,
+    CheckpointError as CheckpointError,
     DoesNotFit as DoesNotFit,
     EqaccumError as EqaccumError,
     EqaccumWarning as EqaccumWarning,
@@ -139,6 +160,8 @@ from ._step import (
     consumed as consumed,
     device_failed as device_failed,
     evaluate_needs_global_batch as evaluate_needs_global_batch,
+    fastest_only_in_training as fastest_only_in_training,
+    fastest_with_batch_norm as fastest_with_batch_norm,
     foreign_train_state as foreign_train_state,
     inside_jit as inside_jit,
     mesh_without_data as mesh_without_data,

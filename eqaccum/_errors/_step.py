@@ -313,3 +313,19 @@ def bad_grad_metrics(path: str, value: Any) -> InputError:
         f"{path or 'its top'}; expected a dict of scalars computed from the gradient "
         'it is given, such as {"norm": optax.tree.norm(grads.layers[0])}.'
     )
+
+
+def fastest_with_batch_norm(names: list[str]) -> InputError:
+    return InputError(
+        f'microbatch="fastest" was passed with BatchNorm ({", ".join(names)}); '
+        "expected a model whose result does not depend on the microbatch: batch "
+        'statistics are those of the microbatch. Pass "largest" or an int, or use '
+        "eqx.nn.GroupNorm."
+    )
+
+
+def fastest_only_in_training(door: str) -> InputError:
+    return InputError(
+        f'{door} got microbatch="fastest", which is tried on steps of training; '
+        'expected "largest" or an int.'
+    )

@@ -1,5 +1,7 @@
 """`fit`: the door of the main job, written with the step and the plan."""
 
+import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,10 +22,13 @@ from .._doors import (
     prepare_loss,
     rows_per_step,
 )
+from .._mesh import placement_on
 from .._plan import Plan
-from .._step import check_values, choose_optimizer, refuse_uncalled
+from .._step import Step, check_values, choose_optimizer, refuse_uncalled
 from ._length import Length, count, run_length
+from ._record import Cutting
 from ._result import FitResult
+from ._resume import Start, starting_point
 from ._run import Run, check_callbacks
 
 
@@ -54,6 +59,9 @@ def fit(
     remat: Any = None,
     compute_dtype: Any = None,
     mesh: Mesh | None = None,
+    checkpoint: Own[str | os.PathLike | None, ...] = None,
+    save_every: Own[int | None, ...] = None,
+    resume: Own[bool | FitResult, ...] = False,
     nonfinite: Own[str, ...] = "raise",
     grad_metrics: Own[Callable | None, ...] = None,
     ema: Own[float | None, ...] = None,
@@ -81,7 +89,7 @@ def fit(
     - `optimizer`: an Optax transformation (default `optax.adamw(1e-3)`), or a function
         of the total number of steps that returns one.
     - `epochs`, `steps`: when to stop; whichever comes first, one epoch if neither is
-        given. `steps` counts updates.
+        given. `steps` counts updates in all, resumed ones included.
     - `key`: a PRNG key for the order and for the loss; None is `jax.random.key(0)`.
 
     **Other arguments:**
@@ -100,7 +108,8 @@ def fit(
     - `validation`: data like `data`, evaluated in inference mode; its metrics are in
         `history` under `validation_...`. `validate_every` counts steps; None: at the
         end of each epoch.
-    - `microbatch`: `"largest"` that fits, or an int: an upper bound for one pass.
+    - `microbatch`: `"largest"` that fits; `"fastest"`: sizes that fit are tried on the
+        first steps of the run, none of which is wasted; or an int: an upper bound.
     - `memory_limit`: bytes, or text such as `"10GiB"`, that the step may take; None
         asks the device.
     - `plan`: a `Plan` to use instead of searching.
@@ -109,6 +118,15 @@ def fit(
         policy. The gradient is the same.
     - `compute_dtype`: the model's floating leaves are cast to it inside the loss.
     - `mesh`: a mesh with an axis `"data"`; None: all devices of the job.
+    - `checkpoint`: a directory for checkpoints, written in the background after every
+        `save_every` steps (None: at the end of each epoch) and at the end; the newest
+        two are kept. SIGTERM then saves the step under way and exits with 143. Needs
+        `pip install "eqaccum[checkpoint]"`.
+    - `resume`: True goes on from the newest checkpoint, or starts if there is none; a
+        `FitResult` continues that fit, from a copy. The examples, their order and their
+        keys are those of a run that was never stopped, on any devices; with the same
+        plan, which is kept where it fits, so is every bit. `steps` and `epochs` count
+        from the very start. False refuses a directory that holds a run.
     - `nonfinite`: `"raise"` at a loss or gradient that is not finite, `"skip"` that
         batch, or `"ignore"`.
     - `grad_metrics`: a function of the finished gradient (the model's structure, None
@@ -130,8 +148,9 @@ def fit(
     **Raises:**
 
     `InputError` before anything is computed, `DoesNotFit` or `CannotTell` where no plan
-    can be made, `NonFiniteError`, `StepError`. After the first update an exception
-    carries what was trained as `.result`.
+    can be made, `NonFiniteError`, `StepError`, `CheckpointError` for a checkpoint that
+    cannot be read or written. After the first update an exception carries what was
+    trained as `.result`, and it is saved where there is `checkpoint=`.
 
     !!! Example
 
@@ -141,7 +160,7 @@ def fit(
         model = result.model
         ```
     """
-    key_data = run_key(key)
+    run_key(key)  # refused before anything is computed
     check_values(model, state)
     source = open_source(data, in_axes=in_axes, example_weights=example_weights)
     if not source.has_values:
@@ -173,7 +192,13 @@ def fit(
         drop_remainder=drop_remainder,
         shuffle=shuffle,
     )
-    step = make_step(
+    placement = placement_on(mesh)
+    cutting = Cutting(rows, source.rows, length.shuffle, length.drop_remainder)
+    start = starting_point(checkpoint=checkpoint, save_every=save_every, resume=resume)
+    start.check_model(model)
+    start.check_data(cutting, length, source)
+    with_plan = functools.partial(
+        make_step,
         chosen.fn,
         _optimizer(optimizer, length.steps),
         global_batch=rows,
@@ -183,7 +208,6 @@ def fit(
         trainable=trainable,
         microbatch=microbatch,
         memory_limit=memory_limit,
-        plan=plan,
         remat=remat,
         compute_dtype=compute_dtype,
         mesh=mesh,
@@ -194,8 +218,12 @@ def fit(
         cache=cache,
         compiler_options=compiler_options,
     )
-    step.describe(model, state)
-    made = step.prepare(source.layout).plan
+    kept = None
+    if plan is None and microbatch == "largest":
+        kept = start.plan(placement, memory_limit)
+    step = _prepared(with_plan, plan, kept, start, model, state, source)
+    made = step.plan
+    assert made is not None
     labels = chosen.classes if source.kind != "columns" else None
     evaluation = None
     if validation_source is not None:
@@ -214,20 +242,46 @@ def fit(
         )
         evaluation.prepare(model, state)
     _say_start(source, global_batch, length, chosen.name, optimizer is None, made)
+    begun = start.begin(step.init(model, key, state=state))
     run = Run(
         step=step,
         source=source,
         rows=rows,
         length=length,
         classes=labels,
-        train=step.init(model, key, state=state),
-        order_key=key_data,
+        train=begun.train,
+        order_key=begun.train.key,
         validation=evaluation,
         validate_every=validation_steps,
         callbacks=tuple(callbacks),
         progress=progress,
+        history=begun.history,
+        position=begun.position,
+        checkpoints=start.checkpoints(cutting, placement),
     )
     return run.go()
+
+
+def _prepared(
+    with_plan: Callable[..., Step],
+    given: Plan | None,
+    kept: Plan | None,
+    start: Start,
+    model: PyTree,
+    state: Any,
+    source: Source,
+) -> Step:
+    """The step with its programs: for the plan given, the one kept, or a new one."""
+    step = with_plan(plan=given or kept)
+    step.describe(model, state)
+    try:
+        step.prepare(source.layout)
+    except _errors.DoesNotFit:
+        if kept is None:
+            raise
+        start.say_too_large(None)
+        return _prepared(with_plan, None, None, start, model, state, source)
+    return step
 
 
 def _optimizer(optimizer: Any, total: int | None) -> optax.GradientTransformation:

@@ -1,5 +1,6 @@
 """One step on the device: rows gathered into slots, accumulate, finish."""
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,7 @@ class Pending:
     state: list[Any]
     aux_rows: list[list[Any]]  # of each window
     kept: list[Any]
+    started: float  # by `time.perf_counter`
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,9 @@ class Launcher:
 
     def launch(self, train: TrainState, placed: Placed) -> Pending:
         """Starts accumulate and finish; returns before they are done."""
+        started = time.perf_counter()
         summed = self._accumulate(train, placed)
-        return self._finish(train, placed, summed)
+        return self._finish(train, placed, summed, started)
 
     def arguments(self, train: TrainState, placed: Placed) -> Arguments:
         return Arguments(
@@ -195,7 +198,9 @@ class Launcher:
 
     # --- finish -------------------------------------------------------------------
 
-    def _finish(self, train: TrainState, placed: Placed, summed: _Summed) -> Pending:
+    def _finish(
+        self, train: TrainState, placed: Placed, summed: _Summed, started: float
+    ) -> Pending:
         ready = placed.ready
         same = ready.builder.reusable(ready.traced)
         sums = list(zip(summed.gradients, same, strict=True))
@@ -217,7 +222,7 @@ class Launcher:
             summed.ratios,
         )
         new_state = state if ready.cut.devices == 1 else finished.state
-        return Pending(placed, finished, new_state, summed.aux_rows, kept)
+        return Pending(placed, finished, new_state, summed.aux_rows, kept, started)
 
 
 def _zeros(ready: Ready) -> PassOutputs:

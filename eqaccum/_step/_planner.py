@@ -107,10 +107,7 @@ class Planner:
     def more_passes(self, failed: Ready) -> Ready | None:
         """The next smaller microbatch after one that ran out of memory, None at 1."""
         _ran_out.add(failed.accumulate.key)
-        known = failed.plan.limit_bytes
-        limit = None
-        if known is not None:
-            limit = Limit(known, failed.plan.limit_source, given=False)
+        limit = _same_limit(failed)
         self._windows = failed.cut.windows
         choices = self._builder.choices(windows=self._windows)
         for k in choices.passes:
@@ -122,6 +119,44 @@ class Planner:
             except _errors.DoesNotFit:
                 continue
         return None
+
+    def with_passes(self, num_microbatches: int, *, like: Ready) -> Ready | None:
+        """The programs of so many passes in each window; None where they do not fit."""
+        limit = _same_limit(like)
+        self._windows = like.cut.windows
+        n = self._builder.choices(windows=self._windows).microbatch(num_microbatches)
+        try:
+            ready = self._finished(lambda: self._pin(n, limit), limit)
+        except _errors.DoesNotFit:
+            return None
+        need, most = ready.plan.predicted_bytes, like.plan.limit_bytes
+        over = need is None or (most is not None and need > most)
+        return None if over else ready
+
+    def remember_seconds(self, largest: Ready, seconds: dict[int, float]) -> None:
+        """Keeps what a trial measured, under the largest size that fitted."""
+        for passes, measured in seconds.items():
+            key = self._seconds_key(largest, passes)
+            self._cache.remember(key, step_seconds=measured)
+
+    def remembered_seconds(
+        self, largest: Ready, candidates: Sequence[int]
+    ) -> dict[int, float] | None:
+        """What an earlier trial measured, None where there was none."""
+        found = {}
+        for passes in (largest.cut.num_microbatches, *candidates):
+            known = self._cache.recall(self._seconds_key(largest, passes))
+            if known is not None and known.step_seconds is not None:
+                found[passes] = known.step_seconds
+        return found if largest.cut.num_microbatches in found else None
+
+    def _seconds_key(self, largest: Ready, passes: int) -> Key:
+        return program_key(
+            f"fastest {largest.cut} {passes}",
+            largest.accumulate.key,
+            device=self._builder.settings.placement.devices[0],
+            options=self._builder.settings.compiler_options,
+        )
 
     def _finished(self, choose: Callable[[], Found], limit: Limit | None) -> Ready:
         self._others = {}
@@ -453,6 +488,14 @@ class ForwardPlanner(Planner):
         if accumulate is None:
             return None
         return accumulate + self._scratch(traced) + self._batch_bytes(sizes, cut)
+
+
+def _same_limit(ready: Ready) -> Limit | None:
+    """The limit of an earlier plan of the same step."""
+    most = ready.plan.limit_bytes
+    if most is None:
+        return None
+    return Limit(most, ready.plan.limit_source, given=False)
 
 
 def _of_all_windows(probe: Probe, windows: int) -> Probe:

@@ -113,7 +113,7 @@ def _check_plan(plan: Plan, global_batch: int, devices: int) -> None:
 
 def check_microbatch(value: Any) -> None:
     if isinstance(value, str):
-        if value != "largest":
+        if value not in ("largest", "fastest"):
             raise _errors.bad_microbatch(value)
     elif isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise _errors.bad_microbatch(value)

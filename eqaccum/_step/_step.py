@@ -1,5 +1,6 @@
 """`Step`: the three programs called in order, with one wait before the update."""
 
+import time
 from typing import Any
 
 import equinox as eqx
@@ -20,6 +21,7 @@ from ._buffers import Buffers
 from ._compile import keep
 from ._culprits import find_culprits
 from ._ema import with_ema
+from ._fastest import Trial, start_trial
 from ._launch import Launcher, Pending, Placed
 from ._planner import Planner, Ready
 from ._programs import Builder
@@ -63,6 +65,7 @@ class Step:
         self._opt: tuple[Partition, list[Any]] | None = None
         self._batch_norms: list[str] = []
         self._ready: dict[Layout, Ready] = {}
+        self._trials: dict[Layout, Trial] = {}
         self._buffers = Buffers(settings.placement)
         self._launcher = Launcher(settings.placement, self._buffers)
         self.plan: Plan | None = None
@@ -78,10 +81,13 @@ class Step:
         parameters = self._skeleton.model.filtered(self._skeleton.trainable)
         self._opt = _optimizer.opt_partition(self._optimizer, parameters)
         self._batch_norms = batch_norms(model)
+        if self._tries and self._batch_norms:
+            raise _errors.fastest_with_batch_norm(self._batch_norms)
         fixed = in_inference_mode(model)
         if fixed:
             _errors.say(f"in inference mode and left so: {', '.join(fixed)}")
         self._ready.clear()
+        self._trials.clear()
 
     def init(
         self,
@@ -143,9 +149,18 @@ class Step:
         """The programs for batches of this layout, planned when first seen."""
         if layout not in self._ready:
             builder = self._builder(layout)
-            self._ready[layout] = Planner(builder, own_bytes=own_bytes).make()
-            self.plan = self.plan or self._ready[layout].plan
+            ready = Planner(builder, own_bytes=own_bytes).make()
+            if self._tries:
+                self._trials[layout] = start_trial(ready)
+                ready = self._trials[layout].current
+            self._ready[layout] = ready
+            self.plan = self.plan or ready.plan
         return self._ready[layout]
+
+    @property
+    def _tries(self) -> bool:
+        """Whether sizes are tried on the first steps."""
+        return self._settings.microbatch == "fastest" and self._settings.plan is None
 
     def _builder(self, layout: Layout) -> Builder:
         skeleton, (opt_partition, opt_structs) = self._described
@@ -243,6 +258,7 @@ class Step:
             except Exception as error:
                 smaller = self._smaller(train, placed, error)
             pending = self.launch(train, smaller)
+        self._note_time(placed, pending)
         metrics = self._metrics(placed, pending, skipped=False)
         batch_count = np.asarray(train.batch_count + 1, np.int32)
         if not ok and self._settings.nonfinite != "ignore":
@@ -280,6 +296,22 @@ class Step:
             train.structure,
         )
         return new, metrics
+
+    def _note_time(self, placed: Placed, pending: Pending) -> None:
+        """Tells a trial how long a full batch took; it may change the programs."""
+        layout = placed.batch.layout
+        trial = self._trials.get(layout)
+        full = placed.batch.count == self._settings.global_batch
+        if trial is None or trial.settled or not full:
+            return
+        if placed.ready is not trial.current:  # placed before the last change
+            return
+        before = self._ready[layout]
+        after = trial.note(time.perf_counter() - pending.started)
+        if after is not before:
+            self._ready[layout] = after
+            if self.plan is before.plan:
+                self.plan = after.plan
 
     def wait(self, train: TrainState, ready: Ready | None = None) -> None:
         """Waits for the update that made `train`: until then its failure is silent.
