@@ -30,7 +30,8 @@ def debian_pairs(*, codename: str | None = None) -> Pairs:
     **Arguments:**
 
     - `codename`: the release, which must be among apt's sources; None is this
-        machine's. Figures of two releases cannot be compared.
+        machine's. Figures of two releases cannot be compared (nor quite those of two
+        architectures, which lack some packages each).
 
     **Returns:** `Pairs`, in the order of the sources' names. A pair is kept if its
     passage has at least 12 words and no other package has its query or its passage
