@@ -79,6 +79,7 @@ def evaluate(
         ```
     """
     check_values(model, state)
+    _refuse_fastest("evaluate", microbatch)
     source = open_source(data, in_axes=in_axes, example_weights=example_weights)
     if not source.has_values:
         raise _errors.only_shapes()
@@ -206,6 +207,7 @@ def predict(
     if not callable(model):
         raise _errors.nothing_to_call(model)
     check_values(model, state)
+    _refuse_fastest("predict", microbatch)
     source = open_source(x, in_axes=in_axes)
     if not source.has_values:
         raise _errors.only_shapes()
