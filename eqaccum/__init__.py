@@ -8,6 +8,7 @@ from . import data as data, losses as losses
 from ._accumulate import batched as batched, shared_key as shared_key
 from ._coupled import MemoryBank as MemoryBank, coupled as coupled
 from ._doors import (
+    CheckReport as CheckReport,
     evaluate as evaluate,
     make_step as make_step,
     plan as plan,
@@ -16,6 +17,7 @@ from ._doors import (
 )
 from ._errors import (
     CannotTell as CannotTell,
+    CheckpointError as CheckpointError,
     DoesNotFit as DoesNotFit,
     EqaccumError as EqaccumError,
     EqaccumWarning as EqaccumWarning,
@@ -29,6 +31,9 @@ from ._fit import (
     History as History,
     Info as Info,
     fit as fit,
+    load as load,
+    restore as restore,
+    save as save,
 )
 from ._plan import Parts as Parts, Plan as Plan, Probe as Probe
 from ._step import Step as Step

@@ -1,5 +1,4 @@
 from ._checkpoint import (
-    _shown as _shown,
     bad_path as bad_path,
     bad_resume as bad_resume,
     bad_state_to_load as bad_state_to_load,

@@ -31,6 +31,13 @@ class History(Mapping[str, np.ndarray]):
         self._read: dict[str, list[Any]] = {}
         self._waiting: list[dict[str, Any]] = []
 
+    @classmethod
+    def of(cls, arrays: Mapping[str, np.ndarray]) -> "History":
+        """A history that goes on after these arrays, which it copies."""
+        history = cls()
+        history._read = {name: list(array) for name, array in arrays.items()}
+        return history
+
     def add(self, metrics: Metrics, **more: Any) -> None:
         entry = {
             "loss": metrics.loss,

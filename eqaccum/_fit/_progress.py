@@ -10,13 +10,15 @@ _EVERY = 0.1  # seconds between readings of the loss
 class Progress:
     """A tqdm bar over steps with the loss and examples per second, or nothing."""
 
-    def __init__(self, *, show: bool | None, total: int | None, passes: int) -> None:
+    def __init__(
+        self, *, show: bool | None, total: int | None, done: int, passes: int
+    ) -> None:
         self._bar: Any = None
         self._read = 0.0
         if show if show is not None else sys.stderr.isatty():
             from tqdm.auto import tqdm
 
-            self._bar = tqdm(total=total, unit="step", dynamic_ncols=True)
+            self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
             self._bar.set_description(f"{passes} passes/step" if passes > 1 else None)
         self._examples = 0
         self._start = time.perf_counter()

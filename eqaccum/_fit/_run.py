@@ -14,11 +14,13 @@ from .._doors import Evaluation
 from .._plan import Plan
 from .._step import Placed, Step
 from .._types import Metrics, TrainState
+from ._checkpoint import Checkpoints
 from ._history import History
 from ._info import Info
-from ._interrupt import Interrupt
+from ._interrupt import TERMINATED, Interrupt
 from ._length import Length
 from ._progress import Progress
+from ._record import Position, position_after
 from ._result import FitResult
 
 _MAX_SKIPPED = 20
@@ -40,23 +42,34 @@ class Run:
     callbacks: Sequence[Callable]
     progress: bool | None
     history: History = field(default_factory=History)
-    _skipped: int = 0
+    position: Position = Position()  # where it starts
+    checkpoints: Checkpoints | None = None
+    _skipped: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._skipped = _skipped_last(self.history) % _MAX_SKIPPED
 
     def go(self) -> FitResult:
         bar = Progress(
             show=self.progress,
             total=self.length.steps,
+            done=self.train.step,
             passes=self._plan.num_microbatches,
         )
         try:
-            with Interrupt() as interrupt:
+            with Interrupt(terminate=self.checkpoints is not None) as interrupt:
                 self._loop(bar, interrupt)
                 self.step.wait(self.train)
+                if self.checkpoints is not None:
+                    self._save(self.checkpoints)
+                    self.checkpoints.close()
         except BaseException as error:  # a second Ctrl-C, too
             self._attach(error)
             raise
         finally:
             bar.close()
+        if interrupt.terminated:
+            raise SystemExit(TERMINATED)
         return self.result
 
     @property
@@ -75,17 +88,53 @@ class Run:
 
     def _attach(self, error: BaseException) -> None:
         """Nothing that was trained is lost to an exception, whoever raised it."""
-        steps = self.train.step
-        if steps == 0 or getattr(error, "result", None) is not None or self._lost:
-            return
+        steps, lost = self.train.step, self._lost
+        if steps > 0 and not lost and getattr(error, "result", None) is None:
+            try:
+                error.result = self.result  # type: ignore[attr-defined]
+                error.add_note(
+                    f"eqaccum: what was trained in {steps} step{'s' * (steps > 1)} is "
+                    "in this exception's .result"
+                )
+            except AttributeError:  # an exception with slots
+                pass
+        if self.checkpoints is not None:
+            self._rescue(error, self.checkpoints, lost=lost)
+
+    def _rescue(
+        self, error: BaseException, checkpoints: Checkpoints, *, lost: bool
+    ) -> None:
+        """Saves the last good step, and says in the exception where to go on."""
         try:
-            error.result = self.result  # type: ignore[attr-defined]
+            if not isinstance(error, KeyboardInterrupt | _errors.CheckpointError):
+                # An exception may have come between an update and its entry.
+                whole = len(self.history.get("loss", ())) == self.train.batch_index
+                if whole and not lost and self.train.step > 0:
+                    self._save(checkpoints)
+                checkpoints.close()
+        except Exception as second:
+            error.add_note(f"eqaccum: the last step was not saved: {second}")
+        newest = checkpoints.newest
+        if newest is not None:
             error.add_note(
-                f"eqaccum: what was trained in {steps} step{'s' * (steps > 1)} is in "
-                "this exception's .result"
+                f"eqaccum: the newest checkpoint is {newest}; fit(..., resume=True) "
+                "goes on from there"
             )
-        except AttributeError:  # an exception with slots
-            pass
+
+    def _save(self, checkpoints: Checkpoints) -> None:
+        self.step.wait(self.train)  # an update that failed shows here, by name
+        position = position_after(self.history)
+        checkpoints.save(self.train, self.history, position, self._plan)
+
+    def _save_due(self, metrics: Metrics, *, epoch_ended: bool) -> None:
+        """A checkpoint where one is due; what the one before met is raised."""
+        if self.checkpoints is None:
+            return
+        self.checkpoints.check()
+        if self.checkpoints.is_due(
+            self.train.step, skipped=bool(metrics.skipped), epoch_ended=epoch_ended
+        ):
+            self._save(self.checkpoints)
 
     @property
     def _lost(self) -> bool:
@@ -97,6 +146,8 @@ class Run:
         return False
 
     def _loop(self, bar: Progress, interrupt: Interrupt) -> None:
+        if self._is_over:
+            return
         batches = self._batches()
         batch = next(batches, None)
         placed = None if batch is None else self._place(batch)
@@ -106,7 +157,7 @@ class Run:
         while placed is not None:
             epoch = placed.batch.epoch
             pending = self.step.launch(self.train, placed)
-            following, failure = self._following(batches, interrupt)
+            following = self._following(batches, interrupt)
             self.train, metrics = self.step.complete(self.train, pending)
             now = time.perf_counter()
             self.history.add(
@@ -115,18 +166,29 @@ class Run:
             last = now
             bar.step(loss=metrics.loss, examples=metrics.examples)
             self._count_skips(metrics)
-            ended = following is None or following.batch.epoch != epoch
+            ended = self._ends_epoch(placed.batch, following)
             validation = self._validate(epoch_ended=ended)
             stop = self._call_back(metrics, epoch, validation)
+            self._save_due(metrics, epoch_ended=ended)
             last += self._paused(now)
-            if failure is not None:
-                raise failure
+            if following.failure is not None:
+                raise following.failure
             if stop or interrupt.asked:
                 _errors.say(f"stopped after step {self.train.step}")
                 return
-            if self.length.steps is not None and self.train.step >= self.length.steps:
+            if self._is_over:
                 return
-            placed = following
+            placed = following.placed
+
+    @property
+    def _is_over(self) -> bool:
+        return self.length.steps is not None and self.train.step >= self.length.steps
+
+    def _ends_epoch(self, batch: Batch, following: "_Following") -> bool:
+        """Whether this was its epoch's last batch, or the last of the run."""
+        if following.placed is not None:
+            return following.placed.batch.epoch != batch.epoch
+        return following.is_last or batch.index + 1 == self.length.per_epoch
 
     def _validate(self, *, epoch_ended: bool) -> dict[str, float] | None:
         """The validation metrics, where one is due after this step."""
@@ -154,7 +216,7 @@ class Run:
 
     @staticmethod
     def _paused(since: float) -> float:
-        """Time that is not a step's: validation and callbacks."""
+        """Time that is not a step's: validation, callbacks and checkpoints."""
         return time.perf_counter() - since
 
     @property
@@ -169,20 +231,24 @@ class Run:
 
     def _following(
         self, batches: Iterator[Batch], interrupt: Interrupt
-    ) -> tuple[Placed | None, Exception | None]:
+    ) -> "_Following":
         """The next batch, gathered while the device works on this one.
 
         What the user's data raise waits until the step under way is completed.
         """
         steps = self.length.steps
         last = steps is not None and self.train.step + 1 >= steps
-        if interrupt.asked or (last and not self.step.may_skip):
-            return None, None
+        if last and not self.step.may_skip:
+            return _Following(is_last=True)
+        if interrupt.asked:
+            return _Following()
         try:
             batch = next(batches, None)
-            return (None if batch is None else self._place(batch)), None
+            if batch is None:
+                return _Following(is_last=True)
+            return _Following(self._place(batch))
         except Exception as error:
-            return None, error
+            return _Following(failure=error)
 
     def _place(self, batch: Batch) -> Placed:
         placed = self.step.place(batch, self.train)
@@ -191,7 +257,7 @@ class Run:
         return placed
 
     def _batches(self) -> Iterator[Batch]:
-        epoch = 0
+        epoch, start = self.position.epoch, self.position.batch
         while self.length.epochs is None or epoch < self.length.epochs:
             order = None
             if self.length.shuffle and self.source.rows is not None:
@@ -201,13 +267,30 @@ class Run:
                 global_batch=self.rows,
                 order=order,
                 drop_remainder=self.length.drop_remainder,
+                start=start,
             )
-            epoch += 1
+            epoch, start = epoch + 1, 0
 
     def _count_skips(self, metrics: Metrics) -> None:
         self._skipped = self._skipped + 1 if metrics.skipped else 0
         if self._skipped >= _MAX_SKIPPED:
             raise _errors.too_many_skips(self._skipped)
+
+
+@dataclass(frozen=True)
+class _Following:
+    """The batch after this one; none because this `is_last`, or nobody looked."""
+
+    placed: Placed | None = None
+    is_last: bool = False
+    failure: Exception | None = None
+
+
+def _skipped_last(history: History) -> int:
+    """How many batches at the end of a history were skipped, in a row."""
+    skipped = np.asarray(history.get("skipped", ()), bool)
+    kept = np.flatnonzero(~skipped)
+    return len(skipped) - (int(kept[-1]) + 1 if len(kept) else 0)
 
 
 def check_callbacks(callbacks: Any) -> None:
