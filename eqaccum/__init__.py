@@ -8,7 +8,6 @@ from . import data as data, losses as losses
 from ._accumulate import batched as batched, shared_key as shared_key
 from ._coupled import MemoryBank as MemoryBank, coupled as coupled
 from ._doors import (
-    CheckReport as CheckReport,
     evaluate as evaluate,
     make_step as make_step,
     plan as plan,
