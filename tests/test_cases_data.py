@@ -37,7 +37,7 @@ def rows_of(sums: np.ndarray) -> list[list[int]]:
 def by_hand(batches: list[list[int]]) -> float:
     w = 0.0
     for rows in batches:
-        w -= 0.1 * np.mean([2 * (w - Y[row]) for row in rows])
+        w -= 0.1 * float(np.mean([2 * (w - Y[row]) for row in rows]))
     return w
 
 
