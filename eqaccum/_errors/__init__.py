@@ -3,6 +3,7 @@ from ._checkpoint import (
     bad_resume as bad_resume,
     bad_state_to_load as bad_state_to_load,
     cannot_go_on as cannot_go_on,
+    cannot_read_checkpoints as cannot_read_checkpoints,
     cannot_write_checkpoint as cannot_write_checkpoint,
     damaged_checkpoint as damaged_checkpoint,
     foreign_checkpoint as foreign_checkpoint,

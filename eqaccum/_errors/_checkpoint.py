@@ -107,6 +107,13 @@ def no_directory(path: Any) -> CheckpointError:
     )
 
 
+def cannot_read_checkpoints(path: Any, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"the directory {path} cannot be read: {problem}. Give read permission there, "
+        "or choose another directory."
+    )
+
+
 def foreign_checkpoint(where: str, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{where} is no checkpoint of eqaccum's: {problem}. Choose another directory."

@@ -26,7 +26,7 @@ from ._orbax import (
     read_arrays,
     short,
 )
-from ._record import Cutting, Position, Reached, Record, read_record
+from ._record import Cutting, Reached, Record, position_after, read_record
 
 # The newest, and the one before it: should the newest be damaged, little is lost.
 _KEPT = 2
@@ -175,9 +175,7 @@ class Checkpoints:
             return epoch_ended
         return step % self.every == 0 and not skipped
 
-    def save(
-        self, train: TrainState, history: History, position: Position, plan: Plan
-    ) -> None:
+    def save(self, train: TrainState, history: History, plan: Plan, trial: str) -> None:
         """Takes a checkpoint, unless this very batch has one, and returns.
 
         **Raises:**
@@ -187,7 +185,14 @@ class Checkpoints:
         if train.batch_index == self._last:
             return
         arrays = named_leaves(train) | _named_history(history)
-        reached = Reached(train.step, position, self.cutting, self.devices, plan)
+        reached = Reached(
+            step=train.step,
+            position=position_after(history),
+            cutting=self.cutting,
+            devices=self.devices,
+            plan=plan,
+            trial=trial,
+        )
         record = Record({name: spec_of(a) for name, a in arrays.items()}, reached)
         self._writer.save(train.batch_index, record, arrays)
         self._last = train.batch_index

@@ -219,8 +219,8 @@ def fit(
         compiler_options=compiler_options,
     )
     kept = None
-    if plan is None and microbatch == "largest":
-        kept = start.plan(placement, memory_limit)
+    if plan is None:
+        kept = start.plan(placement, microbatch, memory_limit)
     step = _prepared(with_plan, plan, kept, start, model, state, source)
     made = step.plan
     assert made is not None
@@ -242,7 +242,7 @@ def fit(
         )
         evaluation.prepare(model, state)
     _say_start(source, global_batch, length, chosen.name, optimizer is None, made)
-    begun = start.begin(step.init(model, key, state=state))
+    begun = start.begin(step.init(model, key, state=state), length)
     run = Run(
         step=step,
         source=source,

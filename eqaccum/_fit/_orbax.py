@@ -127,9 +127,13 @@ class _Named:
 
 def folders(path: Path) -> list[Path]:
     """The complete checkpoints in a directory, the newest last."""
-    if not path.is_dir():
+    try:
+        found = [entry for entry in path.iterdir() if entry.name.isdecimal()]
+    except FileNotFoundError:
         return []
-    found = [entry for entry in path.iterdir() if entry.name.isdecimal()]
+    except OSError as error:
+        problem = error.strerror or str(error)
+        raise _errors.cannot_read_checkpoints(path, problem) from error
     return sorted(found, key=lambda entry: int(entry.name))
 
 

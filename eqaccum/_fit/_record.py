@@ -25,6 +25,12 @@ class Position:
     epoch: int = 0
     batch: int = 0
 
+    def within(self, per_epoch: int | None) -> "Position":
+        """The same place, the end of an epoch as the start of the next."""
+        if per_epoch is not None and self.batch >= per_epoch:
+            return Position(self.epoch + 1, 0)
+        return self
+
     def __str__(self) -> str:
         return f"epoch {self.epoch}, batch {self.batch}"
 
@@ -50,13 +56,17 @@ class Cutting:
 
 @dataclass(frozen=True)
 class Reached:
-    """How far a run came: updates, the place in the data, and how it was planned."""
+    """How far a run came: updates, the place in the data, and how it was planned.
+
+    `trial` is how far `microbatch="fastest"` was: "none", "under way" or "settled".
+    """
 
     step: int
     position: Position
     cutting: Cutting
     devices: str
     plan: Plan
+    trial: str
 
 
 @dataclass(frozen=True)
@@ -101,6 +111,7 @@ def _reached_dict(reached: Reached | None) -> dict[str, Any] | None:
         "cutting": asdict(reached.cutting),
         "devices": reached.devices,
         "plan": reached.plan.to_dict(),
+        "trial": reached.trial,
     }
 
 
@@ -154,4 +165,5 @@ def _reached(data: dict[str, Any] | None) -> Reached | None:
         cutting=Cutting(**data["cutting"]),
         devices=str(data["devices"]),
         plan=Plan.from_dict(data["plan"]),
+        trial=str(data["trial"]),
     )

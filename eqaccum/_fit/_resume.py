@@ -39,6 +39,9 @@ from ._orbax import orbax
 from ._record import Cutting, Position, position_after
 from ._result import FitResult
 
+# What trials may have led to a plan that is kept for this microbatch=.
+_KEPT_FOR = {"largest": ("none", "settled"), "fastest": ("settled",)}
+
 
 @dataclass(frozen=True)
 class Begun:
@@ -63,6 +66,7 @@ class Past:
     cutting: Cutting | None
     devices: str | None
     plan: Plan
+    trial: str
     leaves: dict[str, Spec]
     read: Callable[[], tuple[dict[str, np.ndarray], History]]
 
@@ -100,10 +104,18 @@ class Start:
                 source.description, past.where, past.position.batch
             )
 
-    def plan(self, placement: Placement, memory_limit: Any) -> Plan | None:
-        """The plan so far, if it fits here: with it, resuming is exact to the bit."""
+    def plan(
+        self, placement: Placement, microbatch: Any, memory_limit: Any
+    ) -> Plan | None:
+        """The plan so far, if it fits here: with it, resuming is exact to the bit.
+
+        None where there is none, where it does not fit, and where the user asks for
+        another one: an int, or a trial that this plan is not the end of.
+        """
         past = self.past
-        if past is None:
+        if past is None or not isinstance(microbatch, str):
+            return None
+        if past.trial not in _KEPT_FOR.get(microbatch, ()):
             return None
         here = devices_of(placement)
         if past.devices not in (here, None) or past.plan.devices != placement.size:
@@ -130,7 +142,7 @@ class Start:
             f"planning anew: the plan of {self.past.where} no longer fits{figures}"
         )
 
-    def begin(self, train: TrainState) -> Begun:
+    def begin(self, train: TrainState, length: Length) -> Begun:
         """The state that the run goes on with; `train` is a fresh one."""
         past = self.past
         if past is None:
@@ -142,10 +154,9 @@ class Start:
         train = put_back(train, values)
         if not np.array_equal(train.key, asked):
             _errors.say(f"the key of {past.where} goes on, not the one passed")
-        _errors.say(
-            f"goes on after step {train.step} of {past.where} ({past.position} is next)"
-        )
-        return Begun(train, history, past.position)
+        position = past.position.within(length.per_epoch)
+        _errors.say(f"goes on after step {train.step} of {past.where}, at {position}")
+        return Begun(train, history, position)
 
     def checkpoints(self, cutting: Cutting, placement: Placement) -> Checkpoints | None:
         """The writer of this run's checkpoints, None without `checkpoint=`."""
@@ -198,6 +209,7 @@ def _of_saved(saved: Saved) -> Past:
         cutting=reached.cutting,
         devices=reached.devices,
         plan=reached.plan,
+        trial=reached.trial,
         leaves=saved.train_leaves,
         read=saved.read,
     )
@@ -218,6 +230,7 @@ def _of_result(result: Any) -> Past | None:
         cutting=None,
         devices=None,
         plan=result.plan,
+        trial="none",
         leaves={name: spec_of(leaf) for name, leaf in leaves.items()},
         read=lambda: (
             {name: np.asarray(leaf) for name, leaf in leaves.items()},

@@ -20,7 +20,7 @@ from ._info import Info
 from ._interrupt import TERMINATED, Interrupt
 from ._length import Length
 from ._progress import Progress
-from ._record import Position, position_after
+from ._record import Position
 from ._result import FitResult
 
 _MAX_SKIPPED = 20
@@ -123,8 +123,7 @@ class Run:
 
     def _save(self, checkpoints: Checkpoints) -> None:
         self.step.wait(self.train)  # an update that failed shows here, by name
-        position = position_after(self.history)
-        checkpoints.save(self.train, self.history, position, self._plan)
+        checkpoints.save(self.train, self.history, self._plan, self.step.trial)
 
     def _save_due(self, metrics: Metrics, *, epoch_ended: bool) -> None:
         """A checkpoint where one is due; what the one before met is raised."""

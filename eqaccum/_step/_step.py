@@ -182,6 +182,14 @@ class Step:
         return self._skeleton, self._opt
 
     @property
+    def trial(self) -> str:
+        """How far a trial of `microbatch="fastest"` is; a plan of one is its end."""
+        if self._settings.microbatch != "fastest":
+            return "none"
+        settled = all(trial.settled for trial in self._trials.values())
+        return "settled" if settled else "under way"
+
+    @property
     def may_skip(self) -> bool:
         """Whether a batch can be left out, so that it does not count as a step."""
         return self._settings.nonfinite == "skip"
