@@ -8,6 +8,8 @@ from . import data as data, losses as losses
 from ._accumulate import batched as batched, shared_key as shared_key
 from ._coupled import MemoryBank as MemoryBank, coupled as coupled
 from ._doors import (
+    CheckReport as CheckReport,
+    check as check,
     evaluate as evaluate,
     make_step as make_step,
     plan as plan,

@@ -1,4 +1,5 @@
 from ._additive import (
+    AdditivePasses as AdditivePasses,
     positions as positions,
     split_keys as split_keys,
     trace_passes as trace_passes,
@@ -39,6 +40,7 @@ from ._keys import (
     run_key as run_key,
     wrap_key as wrap_key,
 )
+from ._reads import Reading as Reading, read_forward as read_forward
 from ._records import (
     Arguments as Arguments,
     Batch as Batch,

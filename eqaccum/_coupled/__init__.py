@@ -1,2 +1,2 @@
 from ._bank import MemoryBank as MemoryBank
-from ._coupled import coupled as coupled
+from ._coupled import Coupled as Coupled, coupled as coupled

@@ -1,4 +1,10 @@
 from ._at_the_door import Own as Own, at_the_door as at_the_door
+from ._check import (
+    CheckReport as CheckReport,
+    SelfTest as SelfTest,
+    check as check,
+    self_test as self_test,
+)
 from ._evaluate import (
     Evaluation as Evaluation,
     evaluate as evaluate,

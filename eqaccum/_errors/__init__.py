@@ -1,3 +1,22 @@
+from ._check import (
+    Finding as Finding,
+    bad_examples as bad_examples,
+    check_took_rows as check_took_rows,
+    depends_on_cut as depends_on_cut,
+    saw_batch_norm as saw_batch_norm,
+    saw_batch_statistics as saw_batch_statistics,
+    saw_collective as saw_collective,
+    saw_counted_padding as saw_counted_padding,
+    saw_coupled_embedding as saw_coupled_embedding,
+    saw_foreign_draws as saw_foreign_draws,
+    saw_mean_of_means as saw_mean_of_means,
+    saw_not_finite as saw_not_finite,
+    saw_one_key as saw_one_key,
+    saw_shared_draw as saw_shared_draw,
+    saw_state as saw_state,
+    saw_weight_of_model as saw_weight_of_model,
+    too_few_to_check as too_few_to_check,
+)
 from ._checkpoint import (
     bad_path as bad_path,
     bad_resume as bad_resume,

@@ -7,6 +7,7 @@ from ._optimizer import (
 )
 from ._settings import (
     Settings as Settings,
+    batch_norms as batch_norms,
     check_compute_dtype as check_compute_dtype,
     check_global_batch as check_global_batch,
     check_settings as check_settings,
