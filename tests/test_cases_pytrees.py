@@ -43,9 +43,13 @@ def by_hand(model: Any, data: Any, fn: Any, optimizer: Any, steps: int = 1) -> A
         losses = jax.vmap(lambda e: fn(eqx.combine(parameters, rest), e, None))(data)
         return jnp.mean(losses)
 
-    for _ in range(steps):
+    @jax.jit
+    def step(parameters, state):
         updates, state = optimizer.update(jax.grad(mean)(parameters), state, parameters)
-        parameters = optax.apply_updates(parameters, updates)
+        return optax.apply_updates(parameters, updates), state
+
+    for _ in range(steps):
+        parameters, state = step(parameters, state)
     return eqx.combine(parameters, rest)
 
 
