@@ -654,7 +654,10 @@ OTHERS = {
         "jnp.sum",
     ),
     "a plan for another global batch": Bad(
-        lambda: fitted(plan=FOREIGN_PLAN), "global_batch 8", "has 4", "leave plan= out"
+        lambda: fitted(plan=FOREIGN_PLAN),
+        "global_batch=8",
+        "has global_batch=4",
+        "leave plan= out",
     ),
     "a limit that nothing fits": Bad(
         lambda: fitted(memory_limit="100B", global_batch=1),

@@ -133,7 +133,9 @@ def test_the_state_is_passed_on():
     np.testing.assert_allclose(result.history["loss"], fit().history["loss"], 1e-6)
 
 
-def test_what_was_chosen_is_said(capsys):
+def test_what_was_chosen_is_said(capsys, monkeypatch):
+    monkeypatch.setenv("EQACCUM_CACHE", "0")
+    monkeypatch.setattr("eqaccum._plan._cache._process", {})
     fit(optimizer=None)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1

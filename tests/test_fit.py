@@ -204,13 +204,21 @@ def test_an_iterable_is_not_read_further_than_needed():
 
 # --- what it says -----------------------------------------------------------------
 
+
+@pytest.fixture
+def nothing_remembered(monkeypatch):
+    """No figure of another run is there to be compared with."""
+    monkeypatch.setenv("EQACCUM_CACHE", "0")
+    monkeypatch.setattr("eqaccum._plan._cache._process", {})
+
+
 SAID = re.compile(
     r"eqaccum: 10 rows \(columns\), 2 epochs = 6 steps; loss; 4 = 2 passes of 2 "
     r"\([\d.]+ \w+ of [\d.]+ \w+\), \d compilations?, [\d.]+ s\n"
 )
 
 
-def test_one_line_says_what_was_decided(capsys):
+def test_one_line_says_what_was_decided(nothing_remembered, capsys):
     fit(epochs=2)
     out, err = capsys.readouterr()
     assert out == ""
@@ -251,7 +259,7 @@ class Terminal:
         return os.read(self.reader, 1 << 16).decode()
 
 
-def test_a_bar_in_a_terminal(monkeypatch):
+def test_a_bar_in_a_terminal(nothing_remembered, monkeypatch):
     with Terminal() as terminal:
         monkeypatch.setattr(sys, "stderr", terminal.file)
         assert sys.stderr.isatty()

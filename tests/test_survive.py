@@ -452,6 +452,21 @@ def test_exceptions_from_the_users_functions_pass(where):
     assert caught.value is error
 
 
+@pytest.mark.parametrize("after", [1, 2])
+def test_exceptions_from_callbacks_pass_with_what_was_trained(after):
+    error = Mine("no space for the log")
+
+    def callback(info):
+        if info.step == after:
+            raise error
+
+    with pytest.raises(Mine) as caught:
+        fit(np.tile(GOOD, 4), callbacks=[callback])
+    assert caught.value is error
+    assert error.result.train.step == after
+    assert_trees_equal(error.result.model, trained(after).model)
+
+
 def test_a_validation_that_cannot_work_fails_before_the_first_step(capsys):
     def pair(model, example, key):
         x, y = example

@@ -148,8 +148,8 @@ def inside_jit(name: str) -> InputError:
 
 def plan_mismatch(what: str, planned: Any, got: Any) -> InputError:
     return InputError(
-        f"plan= was made for {what} {planned}, this run has {got}. Make a plan for "
-        "this run, or leave plan= out."
+        f"plan= was made for {what}={planned}, this run has {what}={got}. Make a plan "
+        "for this run, or leave plan= out."
     )
 
 

@@ -201,7 +201,6 @@ class Planner:
     def _choose(self, limit: Limit | None) -> Found:
         given = self._builder.settings.plan
         if given is not None:
-            self._check_given(given)
             self._windows = given.windows
             if given.rematerialised:
                 self._builder = replace(self._builder, remat=True)
@@ -261,15 +260,6 @@ class Planner:
             return None
         windows = -(-on_device // most)
         return windows if windows > 1 else None
-
-    def _check_given(self, plan: Plan) -> None:
-        devices = self._builder.settings.placement.size
-        if plan.global_batch != self._rows:
-            raise _errors.plan_mismatch(
-                "a global batch of", plan.global_batch, self._rows
-            )
-        if plan.devices != devices:
-            raise _errors.plan_mismatch("devices:", plan.devices, devices)
 
     # --- one measurement ----------------------------------------------------------
 
