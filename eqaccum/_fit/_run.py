@@ -10,7 +10,7 @@ import numpy as np
 from .. import _errors
 from .._accumulate import check_labels
 from .._data import Batch, Source, epoch_order
-from .._doors import Evaluation
+from .._doors import Evaluation, SelfTest
 from .._plan import Plan
 from .._step import Placed, Step
 from .._types import Metrics, TrainState
@@ -44,6 +44,7 @@ class Run:
     history: History = field(default_factory=History)
     position: Position = Position()  # where it starts
     checkpoints: Checkpoints | None = None
+    self_test: SelfTest | None = None
     _skipped: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -152,6 +153,11 @@ class Run:
         placed = None if batch is None else self._place(batch)
         if placed is not None and self._may_pad:
             self.step.check_zero_weights(self.train, placed)
+        if batch is not None and self.self_test is not None and self.train.step == 0:
+            train = self.train
+            self.self_test(train.model, train.state, train.key, batch)
+        if placed is not None and self._short:
+            self.step.expect(self._short, placed)
         last = time.perf_counter()
         while placed is not None:
             epoch = placed.batch.epoch
@@ -217,6 +223,14 @@ class Run:
     def _paused(since: float) -> float:
         """Time that is not a step's: validation, callbacks and checkpoints."""
         return time.perf_counter() - since
+
+    @property
+    def _short(self) -> int:
+        """Rows of the last batch of an epoch where it is short, else 0."""
+        rows = self.source.rows
+        if rows is None or self.length.drop_remainder:
+            return 0
+        return rows % self.rows
 
     @property
     def _may_pad(self) -> bool:

@@ -70,6 +70,7 @@ class Tail:
 
     checked: bool = False
     row_by_row: tuple[Passes, Program] | None = None
+    coming: list[Future[Program]] = field(default_factory=list)
     accumulate: Program | None = None
     weigh: Program | None = None
 
@@ -499,16 +500,33 @@ def _bytes_of(arrays: Sequence[Any]) -> int:
     )
 
 
+def start_tail(ready: Ready) -> None:
+    """Compiles the programs of short batches in a thread, while full ones run."""
+    tail = ready.tail
+    if tail.accumulate is not None or tail.coming:
+        return
+    pool = ThreadPoolExecutor(1, thread_name_prefix="eqaccum-tail")
+    tail.coming = [pool.submit(lowered.compile) for lowered in _lowered_tail(ready)]
+    pool.shutdown(wait=False)
+
+
 def tail_programs(ready: Ready) -> Tail:
     """The programs for a batch that leaves passes empty, compiled when first needed."""
     tail = ready.tail
     if tail.accumulate is None:
-        lowered = ready.builder.accumulate(ready.traced, ready.cut, bounded=True)
-        tail.accumulate = lowered.compile()
-        keep(tail.accumulate)
-        if ready.weigh is not None:
-            tail.weigh = ready.builder.weigh(
-                ready.traced, ready.cut, bounded=True
-            ).compile()
-            keep(tail.weigh)
+        start_tail(ready)
+        programs = [coming.result() for coming in tail.coming]
+        tail.coming = []
+        tail.accumulate = programs[0]
+        tail.weigh = programs[1] if len(programs) > 1 else None
+        for program in programs:
+            keep(program)
     return tail
+
+
+def _lowered_tail(ready: Ready) -> list[Lowered]:
+    builder, traced, cut = ready.builder, ready.traced, ready.cut
+    lowered = [builder.accumulate(traced, cut, bounded=True)]
+    if ready.weigh is not None:
+        lowered.append(builder.weigh(traced, cut, bounded=True))
+    return lowered

@@ -23,7 +23,7 @@ from ._culprits import find_culprits
 from ._ema import with_ema
 from ._fastest import Trial, start_trial
 from ._launch import Launcher, Pending, Placed
-from ._planner import Planner, Ready
+from ._planner import Planner, Ready, start_tail
 from ._programs import Builder
 from ._settings import (
     Settings,
@@ -240,6 +240,13 @@ class Step:
                 return self._launcher.launch(train, placed)
             except Exception as error:
                 placed = self._smaller(train, placed, error)
+
+    def expect(self, rows: int, placed: Placed) -> None:
+        """Prepares for a batch of fewer rows: its programs compile while others run."""
+        ready = placed.ready
+        all_passes = ready.cut.windows * ready.cut.num_microbatches
+        if ready.traced.ends_early and ready.cut.passes(rows) < all_passes:
+            start_tail(ready)
 
     def check_zero_weights(self, train: TrainState, placed: Placed) -> None:
         """Checks, once, that the loss does not count rows of weight 0."""
