@@ -70,12 +70,9 @@ class Embedding:
         arrays, self.structure = jax.tree.flatten(out)
         if isinstance(out, tuple) and out:
             self.in_first = len(jax.tree.leaves(out[0]))
-        if not arrays:
+        if not arrays or not all(eqx.is_array_like(a) for a in arrays):
             raise _errors.embed_results(out)
-        try:
-            return {"leaves": [jnp.asarray(a) for a in arrays], "state": after}
-        except TypeError as error:
-            raise _errors.embed_results(out) from error
+        return {"leaves": [jnp.asarray(a) for a in arrays], "state": after}
 
 
 def pull_back(
