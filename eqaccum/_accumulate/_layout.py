@@ -187,4 +187,5 @@ RULES: dict[str, Rule] = {
     "slice": _per_axis("start_indices", "limit_indices", "strides"),
     "rev": _along("dimensions"),
     "concatenate": _along("dimension"),
+    "split": _along("axis"),
 }
