@@ -558,21 +558,40 @@ def test_an_old_train_is_refused_by_name():
         step(first, GOOD)
 
 
+@jax.jit
+def late(w):
+    """The same, after some tenths of a second."""
+    x = jnp.ones(4096) * w[0]
+    work = jax.lax.fori_loop(0, 10_000, lambda _, x: jnp.sin(x), x)
+    return w + 0 * jnp.sum(work)
+
+
+def aligned(shape: tuple[int, ...]) -> np.ndarray:
+    """Memory that a CPU device would use without a copy."""
+    size = int(np.prod(shape))
+    memory = np.zeros(size + 16, np.float32)
+    first = -(memory.ctypes.data // 4) % 16
+    return memory[first : first + size].reshape(shape)
+
+
 def test_a_loader_may_use_its_buffer_again():
-    rows = np.random.default_rng(0).normal(size=(24, 2048)).astype(np.float32)
+    rows = np.random.default_rng(0).normal(size=(12, 2048)).astype(np.float32)
 
     def wide(model, example, key):
         return jnp.mean((model["w"][0] - example) ** 2)
 
     def loader():
-        buffer = np.empty((4, 2048), np.float32)
-        for start in range(0, 24, 4):
+        buffer = aligned((4, 2048))
+        for start in range(0, 12, 4):
             buffer[:] = rows[start : start + 4]
             yield buffer
             buffer[:] = np.nan
 
-    expected = fit(rows, wide, optimizer=optax.sgd(0.1))
-    result = fit(loader(), wide, optimizer=optax.sgd(0.1))
+    # A step waits for the update before, and begins when its buffer has changed.
+    slow = optax.stateless(lambda updates, _: jax.tree.map(late, updates))
+    optimizer = optax.chain(optax.sgd(0.1), slow)
+    expected = fit(rows, wide, optimizer=optimizer)
+    result = fit(loader(), wide, optimizer=optimizer)
     np.testing.assert_array_equal(result.history["loss"], expected.history["loss"])
 
 
@@ -583,10 +602,8 @@ def test_a_batch_under_way_is_not_changed_by_its_arrays(microbatch):
     def scaled(model, example, key):
         return jnp.mean((model["w"][0] * example["scale"] - example["x"]) ** 2)
 
-    # Aligned memory is what a CPU device would use without a copy.
-    memory = np.zeros(4 * 4096 + 16, np.float32)
-    x = memory[-(memory.ctypes.data // 4) % 16 :][: 4 * 4096].reshape(4, 4096)
-    scale, weights = np.ones(3, np.float32).sum(keepdims=True), np.ones(4, np.float32)
+    x, scale, weights = aligned((4, 2048)), aligned((2048,)), aligned((4,))
+    scale[:], weights[:] = 2, 1
     axes = {"x": 0, "scale": None}
     step = make_step(scaled, in_axes=axes, microbatch=microbatch)
 
@@ -596,9 +613,15 @@ def test_a_batch_under_way_is_not_changed_by_its_arrays(microbatch):
     train = step.init(model())
     expected, _ = step(train, {"x": x, "scale": scale}, weights=weights)
     train = step.init(model())
-    pending = step.launch(train, step.place(batch(), train))
+    # The step cannot begin before the arrays have changed.
+    late(jnp.ones(2)).block_until_ready()
+    waiting = eqx.tree_at(
+        lambda t: t.trainable_leaves, train, [late(train.trainable_leaves[0])]
+    )
+    pending = step.launch(waiting, step.place(batch(), waiting))
+    assert not pending.finished.scalars.ok.is_ready()
     x[:], scale[:], weights[:] = np.nan, np.nan, np.nan
-    train, metrics = step.complete(train, pending)
+    train, metrics = step.complete(waiting, pending)
     assert_trees_equal(train.model, expected.model)
     assert float(metrics.weight) == 4
 
