@@ -36,6 +36,11 @@ class Placement:
         return self.devices[0].platform
 
     @property
+    def first_device(self) -> "Placement":
+        """The same on the first device alone."""
+        return Placement(Mesh(np.array(self.devices[:1]), (DATA,)))
+
+    @property
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
 

@@ -18,6 +18,7 @@ from .._accumulate import (
     Traced,
     channels_last,
     power_of_two_near,
+    rematerialised,
     trace,
 )
 from ._bank import MemoryBank, check_tuple
@@ -76,6 +77,7 @@ class Parts:
     shape: Shape
     axis_env: list[tuple[str, int]]
     embed: Traced
+    again: Traced  # recomputed in its gradient, where that was asked for
     embedded: Embedded
     head: Traced
     aux_spec: AuxSpec
@@ -114,6 +116,7 @@ class Parts:
             shape,
             axis_env,
             embed,
+            rematerialised(embed, spec.remat),
             embedded,
             head,
             heading.aux_spec,
@@ -165,6 +168,9 @@ class Parts:
         def embed(inputs: PassInputs) -> Embedded:
             return self.embed(own, inputs)
 
+        def again(inputs: PassInputs) -> Embedded:
+            return self.again(own, inputs)
+
         def at(k: Int[Array, ""], state: list[Array]) -> PassInputs:
             def take(leaf: Array) -> Array:
                 if self.shape.passes == 1:
@@ -181,7 +187,8 @@ class Parts:
 
         return sweep(
             embed,
-            lambda given: pull_back(embed, given),
+            again,
+            lambda given: pull_back(again, given),
             at,
             state=every.state,
             passes=self.shape.passes,

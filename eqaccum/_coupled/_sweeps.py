@@ -24,6 +24,7 @@ class Swept:
 
 def sweep(
     embed: Callable[[PassInputs], Embedded],
+    again: Callable[[PassInputs], Embedded],
     pull_back: Callable[[PullInputs], tuple[Gradients, list[Array]]],
     at: Callable[[Int[Array, ""], list[Array]], PassInputs],
     *,
@@ -33,10 +34,11 @@ def sweep(
     """The first sweep; its `pull` is the second one.
 
     Both begin with the same state. One pass alone is embedded once: what its transpose
-    needs is kept instead of being computed again.
+    needs is kept instead of being computed again. `again` is `embed`, recomputed in its
+    gradient where that was asked for.
     """
     if passes == 1:
-        return _once(embed, at, state)
+        return _once(again, at, state)
     steps = jnp.arange(passes, dtype=jnp.int32)
 
     def forward(

@@ -20,6 +20,7 @@ from .._accumulate import (
     channels_last,
     positions,
     power_of_two_near,
+    rematerialised,
     split_keys,
     trace,
 )
@@ -36,6 +37,7 @@ class WholePasses(Passes):
 
     rows: int  # of the global batch
     embed: Traced
+    again: Traced  # recomputed in its gradient, where that was asked for
     head: Traced
     pull: Traced
     embeddings: list[jax.ShapeDtypeStruct]  # of one pass, (n, ...)
@@ -144,6 +146,7 @@ class _Run:
         back = passes.captured_by(self.captured, passes.pull)
         return sweep(
             lambda inputs: passes.embed(own, inputs),
+            lambda inputs: passes.again(own, inputs),
             lambda given: passes.pull(back, given),
             self._inputs,
             state=state,
@@ -245,8 +248,10 @@ def trace_whole(
     )
     moving = [leaf for leaf in embedded.leaves if is_inexact(leaf)]
 
+    again = rematerialised(embed, spec.remat)
+
     def pull(captured: list[Array], given: PullInputs) -> tuple[Gradients, list[Array]]:
-        return pull_back(lambda inputs: embed(captured, inputs), given)
+        return pull_back(lambda inputs: again(captured, inputs), given)
 
     pulled, (gradients, _), more = trace(
         pull,
@@ -271,6 +276,7 @@ def trace_whole(
         windowed=False,
         rows=rows,
         embed=embed,
+        again=again,
         head=head,
         pull=pulled,
         embeddings=embedded.leaves,

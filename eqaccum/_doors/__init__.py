@@ -10,7 +10,11 @@ from ._evaluate import (
     evaluate as evaluate,
     predict as predict,
 )
-from ._make_step import DEFAULT_OPTIMIZER as DEFAULT_OPTIMIZER, make_step as make_step
+from ._make_step import (
+    DEFAULT_OPTIMIZER as DEFAULT_OPTIMIZER,
+    make_step as make_step,
+    placement_for as placement_for,
+)
 from ._plan import (
     plan as plan,
     prepare_loss as prepare_loss,

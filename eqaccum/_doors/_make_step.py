@@ -8,7 +8,8 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .. import _errors
-from .._mesh import placement_on
+from .._accumulate import Form
+from .._mesh import Placement, placement_on
 from .._plan import Plan
 from .._step import Settings, Step, check_settings, refuse_uncalled
 from ._at_the_door import Own, at_the_door
@@ -96,7 +97,7 @@ def make_step(
         refuse_uncalled(optimizer)
         if callable(optimizer):
             raise _errors.optimizer_of_steps()
-    placement = placement_on(mesh)
+    placement = placement_for(loss, mesh)
     check_settings(
         loss=loss,
         global_batch=global_batch,
@@ -111,6 +112,10 @@ def make_step(
         grad_metrics=grad_metrics,
         ema=ema,
     )
+    if isinstance(loss, Form):
+        loss.check_batch(rows=int(global_batch), devices=placement.size)
+        if mesh is None and placement.size < (devices := placement_on(mesh).size):
+            _errors.say(_errors.one_device_of(devices))
     return Step(
         Settings(
             loss=loss,
@@ -134,3 +139,11 @@ def make_step(
             compiler_options=compiler_options,
         )
     )
+
+
+def placement_for(loss: Any, mesh: Mesh | None) -> Placement:
+    """Where a loss is trained: on all devices, or on one if its passes go in order."""
+    placement = placement_on(mesh)
+    if mesh is None and isinstance(loss, Form) and loss.sequential:
+        return placement.first_device
+    return placement

@@ -128,6 +128,7 @@ from ._loss import (
     not_a_key as not_a_key,
     nothing_to_call as nothing_to_call,
     nothing_to_train as nothing_to_train,
+    one_device_of as one_device_of,
     state_differs as state_differs,
     state_leaf as state_leaf,
     state_not_passed as state_not_passed,

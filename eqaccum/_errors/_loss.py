@@ -446,6 +446,12 @@ def bank_on_devices(devices: int) -> InputError:
     )
 
 
+def one_device_of(devices: int) -> str:
+    return (
+        f"a memory bank: groups run in order, so one of the {devices} devices is used"
+    )
+
+
 def bank_without_step() -> InputError:
     return InputError(
         "value_and_grad got a loss with a memory bank, which has rows to keep from one "

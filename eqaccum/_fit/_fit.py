@@ -19,10 +19,10 @@ from .._doors import (
     Own,
     at_the_door,
     make_step,
+    placement_for,
     prepare_loss,
     rows_per_step,
 )
-from .._mesh import placement_on
 from .._plan import Plan
 from .._step import Step, check_values, choose_optimizer, refuse_uncalled
 from ._length import Length, count, run_length
@@ -192,7 +192,7 @@ def fit(
         drop_remainder=drop_remainder,
         shuffle=shuffle,
     )
-    placement = placement_on(mesh)
+    placement = placement_for(chosen.fn, mesh)
     cutting = Cutting(rows, source.rows, length.shuffle, length.drop_remainder)
     start = starting_point(checkpoint=checkpoint, save_every=save_every, resume=resume)
     start.check_model(model)

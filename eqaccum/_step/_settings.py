@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors
-from .._accumulate import Form, check_arguments, check_loss
+from .._accumulate import check_arguments, check_loss
 from .._mesh import DATA, Placement
 from .._plan import Plan, parse_bytes
 from .._tree import Partition, Role, is_array, partition, struct
@@ -76,8 +76,6 @@ def check_settings(
     if ema is not None and not is_decay(ema):
         raise _errors.bad_ema(ema)
     check_loss(loss)
-    if isinstance(loss, Form):
-        loss.check_batch(rows=int(global_batch), devices=placement.size)
     if plan is not None:
         _check_plan(plan, global_batch, placement.size)
 
