@@ -14,7 +14,7 @@ from .._accumulate import Form, Options, check_arguments, run_key
 from .._coupled import Coupled
 from .._data import Batch, Source, open_source
 from .._errors import Finding
-from .._plan import is_out_of_memory
+from .._plan import Plan, is_out_of_memory
 from .._step import batch_norms, check_values
 from .._tree import Role, partition
 from ._at_the_door import Own, at_the_door
@@ -33,6 +33,8 @@ from ._plan import prepare_loss
 
 # Leaves that a printed report shows, the worst first.
 _SHOWN = 8
+# Of two rows no cut is uneven, and means of equal parts do add up.
+_FEWEST = 3
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def check(
         ```
     """
     whole = isinstance(examples, int | np.integer) and not isinstance(examples, bool)
-    if not whole or examples < 2:
+    if not whole or examples < _FEWEST:
         raise _errors.bad_examples(examples)
     check_values(model, state)
     source = open_source(data, in_axes=in_axes)
@@ -144,8 +146,9 @@ def check(
         raise _errors.nothing_to_train([])
     group = getattr(chosen, "group", None) or 0
     batch = _first(source, max(int(examples), 2 * group))
-    if batch.count < max(2, group):
-        raise _errors.too_few_to_check(batch.count, max(2, group))
+    needed = max(_FEWEST, group)
+    if batch.count < needed:
+        raise _errors.too_few_to_check(batch.count, needed)
     subject = _subject(
         batch,
         np.arange(batch.count),
@@ -262,17 +265,17 @@ class SelfTest:
     options: Options
     trainable: PyTree
     compute_dtype: Any
-    examples: int
+    microbatch: int
 
     def __call__(self, model: PyTree, state: Any, key: Any, batch: Batch) -> None:
         """Warns where something is wrong."""
         weights = batch.weights
         rows = np.arange(batch.count) if weights is None else np.flatnonzero(weights)
-        if len(rows) < 2 or not _is_here((model, state)):
+        if len(rows) < _FEWEST or not _is_here((model, state)):
             return
         subject = _subject(
             batch,
-            rows[: self.examples],
+            rows[: min(4, max(_FEWEST, self.microbatch))],
             model=model,
             state=state,
             loss=self.loss,
@@ -281,7 +284,7 @@ class SelfTest:
             trainable=self.trainable,
         )
         subject = replace(subject, compute_dtype=self.compute_dtype)
-        findings = self._found(prepared(subject), cheap_cuts(subject))
+        findings = self._found(prepared(subject), cheap_cuts(subject, self.microbatch))
         if findings:
             _errors.warn(_errors.depends_on_cut(findings))
 
@@ -312,20 +315,19 @@ def self_test(
     options: Options,
     trainable: PyTree,
     compute_dtype: Any,
-    microbatch: int,
-    num_microbatches: int,
+    plan: Plan,
 ) -> SelfTest | None:
     """The cheap form, where the loss can go wrong; None where it cannot.
 
     Examples that do not know of each other cannot. A stateful loss is tested where
     there are several passes; the model's `BatchNorm`s are told of with the plan.
     """
-    stateful = state is not None and num_microbatches > 1 and not batch_norms(model)
-    stateful = stateful and not isinstance(loss, Form)
-    examples = min(4, microbatch)
-    if not (is_batched(loss) or stateful) or examples < 2:
+    stateful = state is not None and plan.num_microbatches > 1
+    if batch_norms(model) or isinstance(loss, Form):
+        stateful = False
+    if not (is_batched(loss) or stateful) or plan.microbatch < 2:
         return None
-    return SelfTest(loss, options, trainable, compute_dtype, examples)
+    return SelfTest(loss, options, trainable, compute_dtype, plan.microbatch)
 
 
 def _is_here(tree: Any) -> bool:

@@ -97,6 +97,11 @@ class Prepared:
     names: tuple[str, ...]
     _traced: dict[int, Passes] = field(default_factory=dict)
 
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """What the programs are called with, the captured arrays excepted."""
+        return self.arguments, self.state, self.subject.rows, self.subject.key
+
     def inputs(self, n: int) -> PassInputs:
         """The structs of a pass of n rows."""
         key = jax.ShapeDtypeStruct((2,), jnp.uint32)
@@ -171,16 +176,19 @@ def all_cuts(subject: Subject) -> list[Cut]:
     return list(distinct.values())
 
 
-def cheap_cuts(subject: Subject) -> list[Cut]:
-    """The whole and one uneven cut."""
-    return [even_cut(1, subject.count, 1, None), Cut(2, subject.count - 1, 1, None)]
+def cheap_cuts(subject: Subject, microbatch: int) -> list[Cut]:
+    """The whole and one uneven cut, or two cuts where the whole is too large."""
+    count = subject.count
+    if microbatch < count:
+        return [Cut(2, count - 1, 1, None), Cut(count, 1, 1, None)]
+    return [Cut(1, count, 1, None), Cut(2, count - 1, 1, None)]
 
 
 def compare(ready: Prepared, cuts: Sequence[Cut]) -> Comparison:
     """Runs the gradient under each cut, the first one whole."""
     whole, *parts = cuts
     passes = {cut.microbatch: ready.trace(cut.microbatch) for cut in cuts}
-    reading = read(ready, passes[whole.microbatch])
+    reading = read(ready, passes[whole.microbatch], whole.microbatch)
 
     def program(ready_arrays: Any, captured: dict[int, Any]) -> Any:
         sums = [
@@ -195,9 +203,8 @@ def compare(ready: Prepared, cuts: Sequence[Cut]) -> Comparison:
         ]
         return norms, away, [weight for _, weight in sums]
 
-    arrays = (ready.arguments, ready.state, ready.subject.rows, ready.subject.key)
     captured = {n: [jnp.asarray(c) for c in p.captured] for n, p in passes.items()}
-    norms, away, weights = jax.device_get(jax.jit(_on_axis(program))(arrays, captured))
+    norms, away, weights = jax.device_get(_compiled(program)(ready.arrays, captured))
     return Comparison(
         _relative(ready.names, norms, away, reading.eps),
         tuple(float(w) for w in weights),
@@ -208,11 +215,11 @@ def compare(ready: Prepared, cuts: Sequence[Cut]) -> Comparison:
     )
 
 
-def read(ready: Prepared, passes: Passes) -> Reading:
+def read(ready: Prepared, passes: Passes, n: int) -> Reading:
     """What the loss depends on; of a coupled one, what its embedding does."""
     subject = ready.subject
     if isinstance(passes, AdditivePasses):
-        return read_forward(passes.forward, ready.inputs(subject.count))
+        return read_forward(passes.forward, ready.inputs(n))
     embed = getattr(subject.loss, "embed", None)
     if embed is None:
         return Reading((), False, False, float(jnp.finfo(jnp.float32).eps))
@@ -284,8 +291,12 @@ def _gradient(
     return gradient, weight
 
 
-def _on_axis(program: Any) -> Any:
-    """The program where the axis of the devices is in scope, of size 1."""
+def _compiled(program: Any) -> Any:
+    """The program, where the axis of the devices is in scope, of size 1.
+
+    It runs once, on a few rows: on CPU it is not worth optimising (a third of the time
+    to compile).
+    """
 
     def run(*args: Any) -> Any:
         mapped = jax.vmap(
@@ -293,7 +304,13 @@ def _on_axis(program: Any) -> Any:
         )
         return jax.tree.map(lambda leaf: leaf[0], mapped(*args))
 
-    return run
+    options = None
+    if jax.default_backend() == "cpu":
+        options = {
+            "xla_backend_optimization_level": 0,
+            "xla_llvm_disable_expensive_passes": True,
+        }
+    return jax.jit(run, compiler_options=options)
 
 
 def _norm(leaf: Array) -> Array:
@@ -365,31 +382,34 @@ def probe(ready: Prepared, tolerance: float) -> Probed:
     count = ready.subject.count
     passes = ready.trace(count)
     assert isinstance(passes, AdditivePasses)
-    captured = [jnp.asarray(c) for c in passes.captured]
-    captured = captured[len(captured) - len(passes.forward.captured) :]
-    rows = [jnp.asarray(leaf) for leaf in ready.subject.rows]
+    ours = len(passes.captured) - len(passes.forward.captured)
+    captured = [jnp.asarray(c) for c in passes.captured[ours:]]
     settings = _settings(count)
 
-    def value(setting: Any) -> Array:
-        order, positions, weights, shared = setting
-        keys = jax.random.key_data(
-            jax.random.split(jax.random.wrap_key_data(jnp.asarray(ready.subject.key)))
-        )
-        given = PassInputs(
-            ready.arguments,
-            ready.state,
-            [leaf[order] for leaf in rows],
-            weights,
-            positions,
-            keys[0],
-            keys[1] + shared,
-            [],
-        )
-        out = passes.forward(captured, given)
-        return jnp.stack([jnp.asarray(t, out.totals[0].dtype) for t in out.totals])
+    def program(arrays: Any, captured: list[Array], settings: Any) -> Array:
+        arguments, state, rows, key = arrays
+        keys = jax.random.split(jax.random.wrap_key_data(jnp.asarray(key)))
+        rows_key, shared_key = jax.random.key_data(keys)
 
-    program = jax.jit(_on_axis(lambda settings: jax.lax.map(value, settings)))
-    values = np.asarray(program(settings), np.float64)
+        def value(setting: Any) -> Array:
+            order, positions, weights, change = setting
+            given = PassInputs(
+                arguments,
+                state,
+                [jnp.asarray(leaf)[order] for leaf in rows],
+                weights,
+                positions,
+                rows_key,
+                shared_key + change,
+                [],
+            )
+            out = passes.forward(captured, given)
+            return jnp.stack([t.astype(out.totals[0].dtype) for t in out.totals])
+
+        return jax.lax.map(value, settings)
+
+    run = _compiled(program)
+    values = np.asarray(run(ready.arrays, captured, settings), np.float64)
     plain, rows_moved, keys_moved, shared_moved, none = values.reshape(5, count, -1)
     scale = max(float(np.max(np.abs(plain))), 1e-30)
 

@@ -126,14 +126,14 @@ def depends_on_cut(findings: Sequence[Finding]) -> str:
 
 def bad_examples(value: object) -> InputError:
     return InputError(
-        f"examples={value!r} ({type(value).__name__}); expected an int of at least 2, "
+        f"examples={value!r} ({type(value).__name__}); expected an int of at least 3, "
         "the rows that are taken whole and cut."
     )
 
 
 def too_few_to_check(rows: int, needed: int) -> InputError:
     return InputError(
-        f"check got data with {rows} row{'s' * (rows != 1)} of positive weight; it "
+        f"check got data with {rows} row{'s' * (rows != 1)}; it "
         f"needs at least {needed} to cut them. Pass more rows."
     )
 

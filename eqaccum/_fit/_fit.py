@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .. import _errors
-from .._accumulate import check_labels, check_not_one_hot, run_key
+from .._accumulate import Options, check_labels, check_not_one_hot, run_key
 from .._data import Source, open_source
 from .._doors import (
     DEFAULT_OPTIMIZER,
@@ -22,6 +22,7 @@ from .._doors import (
     placement_for,
     prepare_loss,
     rows_per_step,
+    self_test,
 )
 from .._plan import Plan
 from .._step import Step, check_values, choose_optimizer, refuse_uncalled
@@ -258,6 +259,15 @@ def fit(
         history=begun.history,
         position=begun.position,
         checkpoints=start.checkpoints(cutting, placement),
+        self_test=self_test(
+            chosen.fn,
+            model,
+            state,
+            options=Options(has_aux, axis_name),
+            trainable=trainable,
+            compute_dtype=compute_dtype,
+            plan=made,
+        ),
     )
     return run.go()
 
