@@ -198,7 +198,8 @@ def _chosen(tree: PyTree, trainable: Any, values: list[Any]) -> list[bool]:
     try:
         spec = jax.tree.broadcast(trainable, tree)
     except (ValueError, TypeError) as error:
-        raise _errors.trainable_not_prefix(error) from error
+        structure = jax.tree.structure(trainable)
+        raise _errors.trainable_not_prefix(structure) from error
     flags = jax.tree.leaves(spec)
     for flag in flags:
         if not isinstance(flag, bool | np.bool_):

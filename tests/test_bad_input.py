@@ -179,7 +179,9 @@ DATA = {
     "an empty list": Bad(
         lambda: fitted(data=[]), "a list with 0 items", "tuple", "examples(data)"
     ),
-    "None": Bad(lambda: fitted(data=None), "the data", "axis 0", "arrays"),
+    "None": Bad(
+        lambda: fitted(data=None), "None (NoneType)", "axis 0", "iterable of batches"
+    ),
     "a number": Bad(lambda: fitted(data=3), "3 (int)", "pytree of arrays", "iterable"),
     "text": Bad(lambda: fitted(data="a.npz"), "'a.npz' (str)", "arrays", "iterable"),
     "a generator function": Bad(
@@ -312,7 +314,13 @@ NUMBERS = {
         (fitted, "microbatch", (0, -2, 2.5, True, None), "'largest'", "int of at"),
         (fitted, "microbatch", ("biggest", "8"), "'largest'", "int of at least 1"),
         (planned, "microbatch", (0,), "'largest'", "int of at least 1"),
-        (graded, "microbatch", (0, 2.5, "largest", True), "int of at least 1", "take"),
+        (
+            graded,
+            "microbatch",
+            (0, "largest", True),
+            "int of at least 1",
+            "eqaccum.plan",
+        ),
         (evaluated, "global_batch", (0, 1.5, "all"), "positive int", "examples"),
         (predicted, "global_batch", (0, True), "positive int", "examples"),
         (evaluated, "microbatch", (0, "biggest"), "'largest'", "int of at least 1"),
@@ -324,7 +332,7 @@ NUMBERS = {
         (evaluated, "has_aux", ("yes",), "bool", "expected"),
         (predicted, "inference", ("no",), "bool", "expected"),
         (fitted, "validate_every", (0, 2.5, True), "positive int", "None"),
-        (fitted, "mesh", (8, "data"), "Mesh", "expected"),
+        (fitted, "mesh", (8, "data"), "expected Mesh or None", "fit got"),
         (fitted, "cache", ("no",), "bool", "expected"),
         (fitted, "callbacks", (print, 3, None), "list", "callbacks=[callback]"),
         (fitted, "memory_limit", ("lots", "10", 0, -5, True, 1.5), "bytes", "'10GiB'"),
@@ -415,7 +423,7 @@ LOSS = {
     ),
     "Mean plus a number": Bad(
         lambda: losing(lambda p: Mean(p[0], 1.0) + p[1]),
-        "a Mean and",
+        "a Mean and an array of dtype float32 and shape ()",
         "weight is unknown",
         "Mean(value, 1.0)",
     ),
@@ -520,13 +528,13 @@ MODELS = {
         lambda: fitted(model=INTEGERS), "int64", "floating or complex", "jnp.float32"
     ),
     "without arrays": Bad(
-        lambda: fitted(model=jnp.sin), "dtype none", "floating or complex", "Convert"
+        lambda: fitted(model=jnp.sin), "no arrays", "floating or complex", "Convert"
     ),
     "without trained leaves": Bad(
         lambda: fitted(trainable=False),
-        "no leaf to train",
-        "at least one",
-        "trainable=",
+        "trainable= leaves out",
+        "floating",
+        "Mark at least one",
     ),
     "of shapes only": Bad(
         lambda: fitted(model=Linear(jax.ShapeDtypeStruct((2, 3), "float32"))),
@@ -546,11 +554,14 @@ MODELS = {
         lambda: fitted(trainable="w"), "'w' (str)", "True or False", "predicate"
     ),
     "trainable of another structure": Bad(
-        lambda: fitted(trainable={"w": True}), "trainable=", "prefix", "eqx.tree_at"
+        lambda: fitted(trainable={"w": True}),
+        "trainable=PyTreeDef({'w': *})",
+        "prefix",
+        "eqx.tree_at",
     ),
     "trainable by value": Bad(
         lambda: fitted(trainable=lambda leaf: (leaf > 0).all()),
-        "bool[]",
+        "an array of dtype bool and shape ()",
         "True or False",
         "shapes and dtypes",
     ),
@@ -627,7 +638,7 @@ OPTIMIZERS = {
 
 OTHERS = {
     "a number as key": Bad(
-        lambda: fitted(key=0), "key=0 (int)", "one PRNG key", "jax.random.key(0)"
+        lambda: fitted(key=0), "key= is 0 (int)", "one PRNG key", "jax.random.key(0)"
     ),
     "many keys": Bad(
         lambda: fitted(key=jax.random.split(jax.random.key(0), 3)),
@@ -724,10 +735,10 @@ OTHERS = {
         "Pass arrays",
     ),
     "a key for evaluate": Bad(
-        lambda: evaluated(key=1), "key=1 (int)", "one PRNG key", "jax.random.key(0)"
+        lambda: evaluated(key=1), "key= is 1 (int)", "one PRNG key", "jax.random.key(0)"
     ),
     "a key for predict": Bad(
-        lambda: predicted(key=1), "key=1 (int)", "one PRNG key", "jax.random.key(0)"
+        lambda: predicted(key=1), "key= is 1 (int)", "one PRNG key", "jax.random.key(0)"
     ),
     "a loss for evaluate": Bad(
         lambda: evaluated(loss=3), "loss=3", "loss(model, example, key)", "function"

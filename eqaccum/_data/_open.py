@@ -23,6 +23,8 @@ def open_source(data: Any, *, in_axes: Any = 0, example_weights: Any = None) -> 
         raise _errors.top_level_list(data)
     if inspect.isroutine(data) or isinstance(data, type):
         raise _errors.data_is_a_function(data)
+    if data is None:
+        raise _errors.not_data(data)
     data = plain_mapping(data)
     if _leaves.is_array(data) or not jtu.all_leaves([data]):
         return open_columns(data, in_axes=in_axes, weights=example_weights)

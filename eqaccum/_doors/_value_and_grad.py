@@ -71,9 +71,9 @@ def value_and_grad(
         ```
     """
     if isinstance(microbatch, bool) or not isinstance(microbatch, int | np.integer):
-        raise _errors.bad_microbatch(microbatch)
+        raise _errors.microbatch_is_a_number(microbatch)
     if microbatch < 1:
-        raise _errors.bad_microbatch(microbatch)
+        raise _errors.microbatch_is_a_number(microbatch)
     check_loss(loss)
     if isinstance(loss, Form) and loss.sequential:
         raise _errors.bank_without_step()

@@ -157,6 +157,7 @@ from ._plan import (
     bad_microbatch as bad_microbatch,
     bad_rows as bad_rows,
     foreign_plan as foreign_plan,
+    microbatch_is_a_number as microbatch_is_a_number,
     no_devices as no_devices,
     no_figures as no_figures,
     no_limit as no_limit,

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ._exceptions import InputError
+from ._say import shown
 
 
 class LossShapeError(InputError):
@@ -31,19 +32,18 @@ def model_of_shapes() -> InputError:
     )
 
 
-def trainable_not_prefix(error: Exception | None) -> InputError:
+def trainable_not_prefix(structure: Any) -> InputError:
     return InputError(
-        "trainable= is not a prefix of the model"
-        + (f" ({error})" if error else "")
-        + ". Pass True, a predicate on leaves, or a pytree of bools such as "
-        "eqx.tree_at(lambda m: m.head, jax.tree.map(lambda _: False, model), True)."
+        f"trainable={structure} is not a prefix of the model. Pass True, a predicate "
+        "on leaves, or a pytree of bools such as eqx.tree_at(lambda m: m.head, "
+        "jax.tree.map(lambda _: False, model), True)."
     )
 
 
 def trainable_not_bool(flag: Any) -> InputError:
     return InputError(
-        f"trainable= gave {flag!r} ({type(flag).__name__}) for a leaf; expected True "
-        "or False for each. A predicate sees shapes and dtypes, no values."
+        f"trainable= gave {shown(flag)} for a leaf; expected True or False for each. A "
+        "predicate sees shapes and dtypes, no values."
     )
 
 
@@ -55,10 +55,16 @@ def trainable_integer(leaf: Any) -> InputError:
 
 
 def nothing_to_train(dtypes: list[str]) -> InputError:
+    if any("float" in dtype or "complex" in dtype for dtype in dtypes):
+        return InputError(
+            "the model has no leaf to train: trainable= leaves out all of its floating "
+            "and complex arrays. Mark at least one of them True."
+        )
+    found = f"arrays of dtype {', '.join(dtypes)} only" if dtypes else "no arrays"
     return InputError(
-        "the model has no leaf to train: expected at least one floating or complex "
-        f"array, got leaves of dtype {', '.join(dtypes) or 'none'}. Convert the "
-        "parameters with jnp.asarray(x, jnp.float32), or widen trainable=."
+        f"the model has no leaf to train: it holds {found}, and at least one floating "
+        "or complex array is expected. Convert the parameters with "
+        "jnp.asarray(x, jnp.float32)."
     )
 
 
@@ -67,7 +73,7 @@ def nothing_to_train(dtypes: list[str]) -> InputError:
 
 def loss_not_callable(loss: Any) -> InputError:
     return InputError(
-        f"loss={loss!r} is a {type(loss).__name__}; expected a function "
+        f"loss={loss!r} ({type(loss).__name__}); expected a function "
         "loss(model, example, key) that returns a float scalar or an eqaccum.Mean."
     )
 
@@ -151,9 +157,8 @@ def batched_rows(got: tuple[int, ...], expected: tuple[int, ...]) -> LossShapeEr
 
 def mean_plus_other(other: Any) -> InputError:
     return InputError(
-        f"a Mean and {other!r} ({type(other).__name__}) cannot be added: the other "
-        "term's weight is unknown. Write Mean(value, 1.0) for a term that counts once "
-        "for each example."
+        f"a Mean and {shown(other)} cannot be added: the other term's weight is "
+        "unknown. Write Mean(value, 1.0) for a term that counts once for each example."
     )
 
 
@@ -170,11 +175,7 @@ def _kinds(has_aux: bool, has_state: bool) -> str:
 
 
 def loss_results(out: Any, *, has_aux: bool, has_state: bool) -> InputError:
-    got = (
-        f"a tuple of {len(out)}"
-        if isinstance(out, tuple)
-        else f"a {type(out).__name__}"
-    )
+    got = f"a tuple of {len(out)}" if isinstance(out, tuple) else shown(out)
     if has_aux and has_state and isinstance(out, tuple) and len(out) == 2:
         hint = "If the loss has no auxiliary output, drop has_aux=True."
     elif not has_state and _holds_state(out):
@@ -276,12 +277,9 @@ def aux_without_rows(name: str, shape: tuple[int, ...], rows: int) -> InputError
 
 
 def not_a_key(key: Any) -> InputError:
-    what = repr(key)
-    if hasattr(key, "shape"):
-        what = f"an array of dtype {key.dtype} and shape {key.shape}"
     return InputError(
-        f"key={what} ({type(key).__name__}) was passed; expected one PRNG key: "
-        "jax.random.key(0), or a legacy uint32 key of shape (2,)."
+        f"key= is {shown(key)}; expected one PRNG key: jax.random.key(0), or a legacy "
+        "uint32 key of shape (2,)."
     )
 
 

@@ -89,6 +89,15 @@ def bad_cache_switch(value: str) -> InputError:
     )
 
 
+def microbatch_is_a_number(value: object) -> InputError:
+    """A door that does not search was given something else than a number."""
+    return InputError(
+        f"microbatch={value!r} was passed; expected an int of at least 1: the examples "
+        "of one pass. value_and_grad does not search for the largest one: "
+        "eqaccum.plan(...).microbatch tells it."
+    )
+
+
 def foreign_plan(problem: str) -> InputError:
     """A dict that is no plan of this version."""
     return InputError(

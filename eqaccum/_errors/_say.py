@@ -2,8 +2,16 @@
 
 import sys
 import warnings
+from typing import Any
 
 from ._exceptions import EqaccumWarning
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it; arrays, traced ones too, by dtype and shape."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"an array of dtype {value.dtype} and shape {value.shape}"
+    return f"{value!r} ({type(value).__name__})"
 
 
 def say(text: str) -> None:

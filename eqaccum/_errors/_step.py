@@ -1,5 +1,6 @@
 """Messages about the step: its arguments, the optimizer, failures while it runs."""
 
+import re
 from typing import Any
 
 from ._exceptions import InputError, NonFiniteError, StepError
@@ -8,7 +9,7 @@ from ._loss import name_of
 
 def not_an_optimizer(optimizer: Any) -> InputError:
     return InputError(
-        f"optimizer={optimizer!r} is a {type(optimizer).__name__}; expected an Optax "
+        f"optimizer={optimizer!r} ({type(optimizer).__name__}); expected an Optax "
         "gradient transformation such as optax.adamw(1e-3), or in fit a function of "
         "the total number of steps that returns one."
     )
@@ -104,7 +105,7 @@ def penalty_arguments(penalty: Any, signature: Any) -> InputError:
 
 def not_callable(name: str, value: Any) -> InputError:
     return InputError(
-        f"{name}={value!r} is a {type(value).__name__}; expected a function of the "
+        f"{name}={value!r} ({type(value).__name__}); expected a function of the "
         "model."
     )
 
@@ -247,9 +248,13 @@ def total_unknown() -> InputError:
 
 
 def wrong_type(door: str, name: str, value: Any, hint: Any) -> InputError:
-    expected = getattr(hint, "__name__", None) or str(hint)
+    expected = hint.__name__ if isinstance(hint, type) else str(hint)
+    # jax._src.mesh.Mesh | None reads Mesh or None
+    expected = re.sub(r"(?:\w+\.)+(?=\w)", "", expected).replace(" | ", " or ")
+    hint_of_bool = ": True or False" if expected == "bool" else ""
     return InputError(
-        f"{door} got {name}={value!r} ({type(value).__name__}); expected {expected}."
+        f"{door} got {name}={value!r} ({type(value).__name__}); expected {expected}"
+        f"{hint_of_bool}."
     )
 
 
