@@ -142,7 +142,7 @@ class Forward:
         return outputs
 
     def _describe(self, model: PyTree, state: Any) -> None:
-        read = skeleton(self._settings, model, state)
+        read = skeleton(self._settings, model, state, forward=True)
         if not read.same(self._skeleton):
             self._skeleton = read
             self._batch_norms = batch_norms(model)

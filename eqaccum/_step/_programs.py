@@ -204,7 +204,14 @@ class Builder:
                 ratios=ratios,
                 before=earlier,
             )
-            return sums.gradients, sums.outputs
+            if not self.forward:
+                return sums.gradients, sums.outputs
+            own = sums.outputs  # no finish comes after it
+            totals, weights, aux_sums = _reduced(
+                (own.totals, own.weights, own.aux_sums)
+            )
+            whole = PassOutputs(totals, weights, own.state, aux_sums, own.aux_rows)
+            return sums.gradients, whole
 
         batch = self.batch_structs(pass_, cut, bounded=bounded)
         out = (_WHOLE, _output_specs(pass_.outputs))
@@ -215,7 +222,7 @@ class Builder:
                 self.arguments,
                 [*self.skeleton.state_structs, *pass_.bank],
                 batch,
-                self.ratios(pass_),
+                [] if self.forward else self.ratios(pass_),
                 pass_.gradient_structs,
                 self.before(pass_) if cut.windows > 1 else None,
             ),

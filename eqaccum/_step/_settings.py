@@ -165,7 +165,9 @@ class Skeleton:
         return [struct(leaf) for leaf in self.loss_arrays]
 
 
-def skeleton(settings: Settings, model: Any, state: Any) -> Skeleton:
+def skeleton(
+    settings: Settings, model: Any, state: Any, *, forward: bool = False
+) -> Skeleton:
     """Reads a model (arrays or structs); nothing is copied or computed.
 
     **Raises:**
@@ -177,7 +179,7 @@ def skeleton(settings: Settings, model: Any, state: Any) -> Skeleton:
         raise _errors.state_type(state)
     check_arguments(settings.loss, has_state=state is not None)
     parts = partition(model, settings.trainable, fixed=True)
-    if not parts.paths(Role.TRAINABLE):
+    if not forward and not parts.paths(Role.TRAINABLE):
         leaves = [leaf for leaf in jax.tree.leaves(model) if is_array(leaf)]
         raise _errors.nothing_to_train(sorted({str(leaf.dtype) for leaf in leaves}))
     split = parts.split(model)
