@@ -147,8 +147,6 @@ KERNEL = math.prod(W) * 4
 
 def test_no_convolution_takes_nothing():
     assert scratch(lambda x: jnp.tanh(x) @ x, (8, 8)) == 0
-    one = lambda x, w: jax.lax.conv(x, w, (1,), "SAME")  # noqa: E731
-    assert scratch(one, (8, 32, 100), (32, 32, 3)) == 0
 
 
 def test_padded_input_and_kernel():
@@ -173,21 +171,42 @@ def test_kernel_gradient_holds_the_cotangent_too():
     assert both == (PADDED + 64 * 128 * 128 * 32 * 4) + (PADDED + KERNEL)
 
 
-def test_small_ones_take_blocks_of_the_unfolded_input():
-    unfolded = 2 * 8 * 8 * 9 * 3 * 4
-    assert scratch(conv, (2, 8, 8, 3), (3, 3, 3, 8)) == unfolded
-    assert scratch(conv, (512, 128, 128, 3), (3, 3, 3, 8)) == 20 * MIB
+def test_few_features_take_the_unfolded_input():
+    unfolded = 512 * 128 * 128 * 9 * 3 * 4
+    assert scratch(conv, (512, 128, 128, 3), (3, 3, 3, 8)) == unfolded
 
 
-def test_strided_input_gradient_holds_the_dilated_cotangent():
+def test_outputs_longer_than_inputs_too():
+    def full(x, w):
+        return conv(x, w, padding=[(2, 2), (2, 2)])
+
+    # A block of 704 of the 1152 products is held at once.
+    long = scratch(full, (4, 16, 16, 128), (3, 3, 128, 64))
+    assert long == 4 * 18 * 18 * 704 * 4
+
+
+def test_one_and_three_dimensions():
+    def one(x, w):
+        return jax.lax.conv(x, w, (1,), "SAME")
+
+    def three(x, w):
+        return jax.lax.conv(x, w, (1, 1, 1), "SAME")
+
+    assert scratch(one, (8, 32, 100), (32, 32, 3)) == 8 * 100 * 3 * 32 * 4
+    unfolded, out = 2 * 8**3 * 27 * 4 * 4, 2 * 8**3 * 16 * 4
+    assert scratch(three, (2, 4, 8, 8, 8), (16, 4, 3, 3, 3)) == unfolded + out
+
+
+def test_strided_input_gradient_holds_what_is_added_up():
     def input_gradient(x, w, y):
         return jax.vjp(lambda x: conv(x, w, stride=2), x)[1](y)[0]
 
-    dilated = 64 * 130 * 130 * 32 * 4
+    # Each position of the cotangent adds to 3 x 3 positions of 16 features.
+    added_up = 64 * 64 * 64 * (9 * 16 + 32) * 4
     # Stride 2 pads 128 rows by one; the forward convolution is in the jaxpr too.
     forward = 64 * 129 * 129 * 16 * 4 + KERNEL
     got = scratch(input_gradient, X, W, (64, 64, 64, 32))
-    assert got == dilated + 20 * MIB + forward
+    assert got == added_up + forward
 
 
 def test_feature_groups_take_padded_and_unfolded_input():

@@ -6,6 +6,7 @@ from ._cache import (
     open_cache as open_cache,
     program_key as program_key,
 )
+from ._conv_scratch import conv_scratch as conv_scratch
 from ._limit import (
     Limit as Limit,
     Readers as Readers,
@@ -13,7 +14,6 @@ from ._limit import (
     read_limit as read_limit,
 )
 from ._probe import (
-    conv_scratch as conv_scratch,
     is_out_of_memory as is_out_of_memory,
     program_bytes as program_bytes,
 )
