@@ -60,8 +60,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form,n", [*((form, 1) for form in FORMS), ("weighted", 2)])
 def test_a_token_mean_is_over_all_tokens_of_the_global_batch(form, n):
     """Not a mean of the means of two sequences of different length, which is -6."""
     y = np.stack([f32(1, 0, 0), f32(5, 5, 5)])
@@ -73,7 +72,7 @@ def test_a_token_mean_is_over_all_tokens_of_the_global_batch(form, n):
     assert float(metrics.grad_norm) == 8
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("n", [1, 2, 8])
 def test_neither_the_sum_nor_divided_twice(n):
     """-36 is the sum of the means of microbatches, -2.25 their mean over again."""
     model, metrics = one_step(square, np.arange(1, 9, dtype=np.float32), n=n)
@@ -88,11 +87,9 @@ def test_a_remainder_weighs_what_its_rows_weigh(n):
     model, metrics = one_step(square, y, n=n)
     assert float(model) == 4
     assert (float(metrics.loss), metrics.examples) == (20, 10)
-    short, _ = one_step(square, y, n=n, rows=16)  # a short batch is no other thing
-    assert float(short) == 4
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3])
 def test_padding_reaches_no_row_of_an_embedding(n):
     """Ids that were padded with 0 would give row 0 a gradient."""
     ids = np.array([1, 2, 3], np.int32)
@@ -102,8 +99,7 @@ def test_padding_reaches_no_row_of_an_embedding(n):
     np.testing.assert_allclose(1 - table, [0, 2 / 3, 2 / 3, 2 / 3], rtol=1e-6)
 
 
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form,n", [*((form, 1) for form in FORMS), ("batched", 2)])
 def test_a_microbatch_without_a_valid_token(form, n):
     y = np.stack([f32(9, 9), f32(2, 4)])
     mask = np.stack([f32(0, 0), f32(1, 1)])
@@ -112,7 +108,7 @@ def test_a_microbatch_without_a_valid_token(form, n):
     assert (float(metrics.loss), float(metrics.weight)) == (10, 2)
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [1])
 def test_a_global_batch_without_a_valid_token(n):
     """An error or a skipped step: never a NaN in the parameters."""
     good = (np.ones((2, 2), np.float32), np.ones((2, 2), bool))
@@ -147,7 +143,7 @@ def test_a_global_batch_without_a_valid_token(n):
         np.testing.assert_array_equal(leaf, old)
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [1])
 def test_one_of_two_means_without_a_valid_item(n):
     """It has no mean, which is said; the other one alone would be another loss."""
 
@@ -163,7 +159,7 @@ def test_one_of_two_means_without_a_valid_item(n):
     assert float(model) == 3 - 1
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [2, 4])
 def test_a_penalty_counts_once(n):
     """2.2 counts it twice, 1.3 half."""
     model, metrics = one_step(
@@ -262,7 +258,7 @@ def test_every_example_has_a_mask_of_its_own_whatever_the_cut():
 # --- auxiliary outputs -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 3])
 def test_auxiliary_outputs(n):
     """3 rows of 1, 3 and 2 valid tokens; accuracies 1, 1/3 and 1/2: 3 of 6 tokens."""
     mask = np.array([[1, 0, 0], [1, 1, 1], [0, 1, 1]], bool)
@@ -321,7 +317,7 @@ def test_an_integer_auxiliary_scalar_is_refused_with_the_choices():
         one_step(loss, f32(1, 2), n=1, has_aux=True)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [2])
 def test_auxiliary_outputs_of_batched_losses(n):
     y, tokens = f32(1, 2, 3), f32(5, 1, 2)
     weights = f32(2, 1, 0.5)
@@ -398,7 +394,7 @@ def test_auxiliary_sums_keep_integers_exact():
     assert [int(x) for x in metrics.aux] == [50331651, 50331651, 765, -384, 2]
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, 4])
 def test_the_reported_loss_is_the_full_batch_s_in_fit(n, capsys):
     result = eqaccum.fit(
         jnp.float32(0),

@@ -105,34 +105,25 @@ def check(optimizer, *, takes_value, steps=3, rtol=2e-6):
 
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 1, 3)
 SIMPLE = {
-    "adabelief": optax.adabelief(0.1),
     "adadelta": optax.adadelta(0.1),
     "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
     "adagrad": optax.adagrad(0.1),
     "adamw": optax.adamw(SCHEDULE, weight_decay=0.1),
-    "adamax": optax.adamax(0.1),
     "adan": optax.adan(0.1, weight_decay=0.1),
-    "amsgrad": optax.amsgrad(0.1),
-    "fromage": optax.fromage(0.1),
     "lamb": optax.lamb(0.1, weight_decay=0.1),
     "lars": optax.lars(0.1, weight_decay=0.1),
     "lion": optax.lion(0.1, weight_decay=0.1),
     "nadamw": optax.nadamw(0.1),
     "noisy_sgd": optax.noisy_sgd(0.1, eta=0.1, key=jax.random.key(3)),
     "novograd": optax.novograd(0.1),
-    "optimistic": optax.optimistic_gradient_descent(0.1),
     "radam": optax.radam(0.1, threshold=1.0),
     "rmsprop": optax.rmsprop(0.1, momentum=0.9, centered=True),
     "rprop": optax.rprop(0.1),
     "sgd": optax.sgd(0.1, momentum=0.9, nesterov=True),
     "sign_sgd": optax.sign_sgd(0.1),
-    "sm3": optax.sm3(0.1),
-    "yogi": optax.yogi(0.1),
-    "acprop": optax.contrib.acprop(0.1),
     "ademamix": optax.contrib.ademamix(0.1),
     "adopt": optax.contrib.adopt(0.1),
     "cocob": optax.contrib.cocob(),
-    "madgrad": optax.contrib.madgrad(0.1),
     "muon": optax.contrib.muon(0.1),
 }
 # Which look at all leaves at once, at the loss, or wrap another transformation.
@@ -146,10 +137,7 @@ WHOLE = {
         optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, accumulation_size=1)
     ),
     "polyak": optax.polyak_sgd(),
-    "momo": optax.contrib.momo(0.1),
     "prodigy": optax.contrib.prodigy(0.1),
-    "dadapt": optax.contrib.dadapt_adamw(0.1),
-    "dog": optax.contrib.dog(),
     "mechanize": optax.contrib.mechanize(optax.sgd(0.1)),
     "sam": optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), sync_period=2),
     "apply_if_finite": optax.apply_if_finite(optax.adam(0.1), 2),
@@ -314,6 +302,7 @@ def test_a_complex_gradient_descends():
 # --- memory ----------------------------------------------------------------------
 
 
+@functools.cache
 def mlp_step(passes, *, width=64, rows=4):
     model = eqx.nn.MLP(16, 1, width, 2, key=jax.random.key(0))
     step = eqaccum.make_step(
@@ -354,7 +343,6 @@ def test_no_accumulator_is_carried_in_the_state():
     assert held <= 3 * parameter_bytes(train) + 64
 
 
-@functools.cache
 def analysed(passes):
     """XLA's own figures of the accumulate program."""
     step, _ = mlp_step(passes)

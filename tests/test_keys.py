@@ -60,8 +60,10 @@ def assert_keys(aux, key, batch_index, rows):
     np.testing.assert_array_equal(aux["step"], np.tile(shared, (rows, 1)))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("microbatch", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(
+    "form,microbatch",
+    [("one example", 1), ("one example", 3), ("one example", 8), ("batched", 3)],
+)
 def test_the_formula(form, microbatch):
     """For every cut, in full batches and in short ones."""
     step = make_step(form, 8, microbatch)
@@ -119,7 +121,7 @@ def test_a_key_of_another_kind_is_converted_once_and_said(capsys):
     """An rbg key would give other masks under another cut."""
     key = jax.random.key(5, impl="rbg")
     seen = []
-    for microbatch in (1, 2, 4):
+    for microbatch in (1, 3):
         step = make_step("one example", 4, microbatch)
         train = step.init(jnp.float32(1), key)
         said = capsys.readouterr().err
@@ -129,7 +131,6 @@ def test_a_key_of_another_kind_is_converted_once_and_said(capsys):
         assert capsys.readouterr().err == ""
         seen.append(np.asarray(metrics.aux["key"]))
     np.testing.assert_array_equal(seen[0], seen[1])
-    np.testing.assert_array_equal(seen[0], seen[2])
     assert len({row.tobytes() for row in seen[0]}) == 4
 
 

@@ -113,8 +113,10 @@ WHOLE = {
 
 
 @pytest.mark.filterwarnings("ignore:BatchNorm")
-@pytest.mark.parametrize("mode", ["batch", "ema"])
-@pytest.mark.parametrize("rows,microbatch", [(6, 2), (6, 6), (5, 2)])
+@pytest.mark.parametrize(
+    "mode,rows,microbatch",
+    [("batch", 6, 2), ("batch", 6, 6), ("batch", 5, 2), ("ema", 6, 2)],
+)
 def test_batch_norm_is_that_of_the_microbatches(rows, microbatch, mode):
     """Gradient and state equal a loop over the microbatches, copies included."""
     model, state = make(mode)

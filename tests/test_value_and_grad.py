@@ -32,7 +32,7 @@ def gradient_of_squares(w, y, weights=None):
 # --- what comes back ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["scalar", "aux", "state", "state_means_aux"])
+@pytest.mark.parametrize("name", ["aux", "state", "state_means_aux"])
 def test_returns_what_equinox_returns(name):
     """The same nesting as `eqx.filter_value_and_grad`, the same structure of grads."""
     kind = KINDS[name]
@@ -294,7 +294,7 @@ def test_a_function_that_takes_its_arrays_by_partial():
 # --- weights and sizes -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("microbatch", [1, 2, np.int64(2), 4, 100])
+@pytest.mark.parametrize("microbatch", [1, np.int64(2), 100])
 def test_any_microbatch(microbatch):
     y = f32(1, 5, 2, 8)
     value, grads = eqaccum.value_and_grad(square, microbatch=microbatch)(
@@ -304,23 +304,21 @@ def test_any_microbatch(microbatch):
     assert float(value) == np.mean(y**2)
 
 
-@pytest.mark.parametrize("microbatch", [1, 2, 3, 5])
-@pytest.mark.parametrize(
-    "weights", [(0, 1, 0, 2, 0), (0, 0, 0, 0, 3), (1, 0, 0, 0, 0), (0, 0, 2, 0, 0)]
-)
-def test_rows_of_weight_zero_may_hold_anything(microbatch, weights):
+@pytest.mark.parametrize("microbatch", [1, 2, 5])
+def test_rows_of_weight_zero_may_hold_anything(microbatch):
     """They are replaced: 0 * NaN is NaN, and so is the gradient of log at 0."""
-    y = np.where(np.array(weights) > 0, f32(1, 2, 3, 4, 5), np.nan)
     fn = eqaccum.value_and_grad(
         lambda w, y, key: square(w, y, key) + jnp.log(y * w), microbatch=microbatch
     )
-    value, grads = fn(jnp.float32(2), y, weights=np.array(weights, np.int32))
-    kept, w = y[np.array(weights) > 0], np.array([x for x in weights if x])
-    expected = gradient_of_squares(2, kept, w) + 0.5
-    np.testing.assert_allclose(grads, expected, rtol=1e-6)
-    np.testing.assert_allclose(
-        value, np.average((2 - kept) ** 2 + np.log(2 * kept), weights=w), rtol=1e-6
-    )
+    for given in ((0, 1, 0, 2, 0), (0, 0, 0, 0, 3), (1, 0, 0, 0, 0), (0, 0, 2, 0, 0)):
+        weights = np.array(given, np.int32)
+        y = np.where(weights > 0, f32(1, 2, 3, 4, 5), np.nan)
+        value, grads = fn(jnp.float32(2), y, weights=weights)
+        kept, w = y[weights > 0], weights[weights > 0]
+        expected = gradient_of_squares(2, kept, w) + 0.5
+        np.testing.assert_allclose(grads, expected, rtol=1e-6)
+        losses = (2 - kept) ** 2 + np.log(2 * kept)
+        np.testing.assert_allclose(value, np.average(losses, weights=w), rtol=1e-6)
 
 
 def test_zeros_in_the_log_are_not_computed_as_padding():
