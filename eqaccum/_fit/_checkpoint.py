@@ -84,8 +84,10 @@ class Saved:
         }
         return {name: (found | empty)[name] for name in names}
 
-    def _check(self, name: str, array: np.ndarray) -> None:
+    def _check(self, name: str, array: Any) -> None:
         spec, expected = self.record.leaves[name], self.record.checksums[name]
+        if not isinstance(array, np.ndarray):  # Orbax leaves out what it cannot find
+            raise self._damaged(f"{name} is missing")
         if array.shape != spec.shape or str(array.dtype) != spec.dtype:
             raise self._damaged(f"{name} is {array.dtype}{list(array.shape)}")
         if expected is not None and checksum(array) != expected:

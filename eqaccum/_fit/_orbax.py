@@ -172,8 +172,8 @@ def checksum(array: np.ndarray) -> int:
 def short(error: BaseException) -> str:
     """The operating system's word where there is one, else the first sentence."""
     text = str(error)
-    told = re.search(r"OS error \d+: ([^\]]+)", text)
-    return told.group(1).strip() if told else text.split("\n")[0][:200]
+    code = re.search(r"os_error_code='(\d+)'", text)
+    return os.strerror(int(code.group(1))) if code else text.split("\n")[0][:200]
 
 
 def _key(number: int) -> str:

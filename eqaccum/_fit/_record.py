@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,15 +92,13 @@ class Record:
             }
             for name, spec in self.leaves.items()
         ]
-        return json.dumps(
-            {
-                "kind": _KIND,
-                "version": _VERSION,
-                "reached": _reached_dict(self.reached),
-                "leaves": leaves,
-            },
-            indent=1,
-        )
+        data = {
+            "kind": _KIND,
+            "version": _VERSION,
+            "reached": _reached_dict(self.reached),
+            "leaves": leaves,
+        }
+        return json.dumps(data | {"crc32": _checksum(data)}, indent=1)
 
 
 def _reached_dict(reached: Reached | None) -> dict[str, Any] | None:
@@ -140,11 +139,18 @@ def read_record(file: Path, *, older: Path | None) -> Record:
         )
     if data.get("version") != _VERSION:
         raise _errors.other_checkpoint_version(where, data.get("version"), _VERSION)
+    if data.pop("crc32", None) != _checksum(data):
+        problem = f"{file.name} has another checksum than when it was saved"
+        raise _errors.damaged_checkpoint(where, problem, older)
     try:
         return _record(data)
     except (KeyError, TypeError, ValueError) as error:
         problem = f"{file.name} cannot be read ({type(error).__name__}: {error})"
         raise _errors.damaged_checkpoint(where, problem, older) from error
+
+
+def _checksum(data: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(data, sort_keys=True).encode())
 
 
 def _record(data: dict[str, Any]) -> Record:
