@@ -215,15 +215,17 @@ class _Lifter:
         return _Lifted(new, scope.arrays)
 
     def _lift_eqn(self, eqn: JaxprEqn, scope: _Scope) -> JaxprEqn:
+        invars = scope.atoms(eqn.invars)
+        if any(a is not b for a, b in zip(invars, eqn.invars, strict=True)):
+            eqn = eqn.replace(invars=invars)
+        if next(subjaxprs(eqn), None) is None:
+            return eqn
         inner: list[_Lifted] = []
 
         def lift(jaxpr):
             inner.append(self.lift(jaxpr))
             return inner[-1].jaxpr
 
-        invars = scope.atoms(eqn.invars)
-        if any(a is not b for a, b in zip(invars, eqn.invars, strict=True)):
-            eqn = eqn.replace(invars=invars)
         new = map_subjaxprs(eqn, lift)
         if not any(lifted.arrays for lifted in inner):
             return new
