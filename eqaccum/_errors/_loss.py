@@ -457,8 +457,9 @@ def bank_without_step() -> InputError:
     )
 
 
-def bank_of_other_rows(expected: Any, got: Any) -> InputError:
+def bank_of_other_rows(expected: str, got: str) -> InputError:
     return InputError(
-        f"this TrainState holds a memory bank of {got}; this loss needs {expected}. "
+        f"this TrainState holds a memory bank of {got}; this loss needs "
+        f"{expected or 'none'}. "
         "Use the TrainState of this step, or a new one: step.init(model, key)."
     )

@@ -91,6 +91,13 @@ class Launcher:
         summed = self._accumulate(train, placed)
         return self._finish(train, placed, summed, started)
 
+    def check_bank(self, train: TrainState, ready: Ready) -> None:
+        """Refuses a memory bank that another loss filled."""
+        wanted = [f"{s.dtype}{list(s.shape)}" for s in ready.traced.bank]
+        held = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in train.bank_leaves]
+        if held and held != wanted:
+            raise _errors.bank_of_other_rows(", ".join(wanted), ", ".join(held))
+
     def arguments(self, train: TrainState, placed: Placed) -> Arguments:
         return Arguments(
             train.trainable_leaves,
@@ -141,13 +148,7 @@ class Launcher:
 
     def _bank(self, train: TrainState, ready: Ready) -> list[Any]:
         """The rows of the memory bank, which begins empty."""
-        wanted = [(s.shape, s.dtype) for s in ready.traced.bank]
-        if wanted and not train.bank_leaves:
-            return self.buffers.empty(ready.traced.bank)
-        held = [(leaf.shape, leaf.dtype) for leaf in train.bank_leaves]
-        if held != wanted:
-            raise _errors.bank_of_other_rows(wanted, held)
-        return train.bank_leaves
+        return train.bank_leaves or self.buffers.empty(ready.traced.bank)
 
     def _windows(self, placed: Placed) -> Any:
         """The windows that hold rows, each gathered while the one before runs."""

@@ -233,6 +233,9 @@ class Step:
     def launch(self, train: TrainState, placed: Placed) -> Pending:
         """Starts accumulate and finish; returns before they are done."""
         placed = self._up_to_date(placed)
+        if placed.ready.must_wait:
+            self.wait(train, placed.ready)
+        self._launcher.check_bank(train, placed.ready)
         if placed.padded or placed.ready.traced.fills_up:
             self.check_zero_weights(train, placed)
         while True:
