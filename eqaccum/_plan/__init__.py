@@ -14,6 +14,7 @@ from ._limit import (
     read_limit as read_limit,
 )
 from ._probe import (
+    fresh_bytes as fresh_bytes,
     is_out_of_memory as is_out_of_memory,
     program_bytes as program_bytes,
 )

@@ -46,6 +46,22 @@ def program_bytes(analysis: Any, *, backend: str) -> int | None:
     return max(total if backend in _HOST_CODE else total + code, peak)
 
 
+def fresh_bytes(analysis: Any) -> int:
+    """What a run of the program allocates beside its arguments; 0 where unknown.
+
+    Its temporaries, and the outputs that take no donated argument's place.
+
+    **Arguments:**
+
+    - `analysis`: what `compiled.memory_analysis()` returned.
+    """
+    output, alias, temp = (
+        _size(analysis, f"{name}_size_in_bytes") or 0
+        for name in ("output", "alias", "temp")
+    )
+    return max(0, output - alias + temp)
+
+
 def _size(analysis: Any, name: str) -> int | None:
     size = getattr(analysis, name, None)
     return size if isinstance(size, int) and size >= 0 else None

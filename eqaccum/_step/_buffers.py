@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from .._mesh import Placement
@@ -38,12 +39,13 @@ class Buffers:
         """
         sizes = [s.size * np.dtype(s.dtype).itemsize for s in structs]
         zeros = np.zeros(max(sizes, default=0), np.uint8)
-        return self.placement.place(
+        placed = self.placement.place(
             [
                 zeros[:size].view(s.dtype).reshape(s.shape)
                 for s, size in zip(structs, sizes, strict=True)
             ]
         )
+        return jax.block_until_ready(placed)  # and lets go of the zeros
 
     def whole(self, leaves: list[Any]) -> list[Any]:
         """A batch's leaves without an example axis, placed where they changed."""

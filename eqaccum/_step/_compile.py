@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from .._mesh import Placement
-from .._plan import is_out_of_memory, program_bytes
+from .._plan import fresh_bytes, is_out_of_memory, program_bytes
 
 # Compiled programs of the last step: a second `fit` of it finds its own. A step has up
 # to seven: init, accumulate, weigh and both for short batches, finish, update.
@@ -34,6 +34,7 @@ class Program:
     key: str
     compiled: Callable
     bytes: int | None
+    fresh: int  # bytes that a run allocates beside its arguments
     seconds: float
 
     def __call__(self, *args: Any) -> Any:
@@ -69,11 +70,13 @@ class Lowered:
             if is_out_of_memory(error):
                 raise CompileOutOfMemory(str(error)) from error
             raise
+        analysis = _analysis(compiled)
         return Program(
             self.name,
             self.key,
             compiled,
-            program_bytes(_analysis(compiled), backend=self.placement.backend),
+            program_bytes(analysis, backend=self.placement.backend),
+            fresh_bytes(analysis),
             time.perf_counter() - start,
         )
 
