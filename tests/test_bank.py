@@ -204,8 +204,8 @@ class Variant:
 VARIANTS = {
     "carried over": Variant(4),
     "passages alone": Variant(4, queries=False),
-    "larger than a batch, dropout": Variant(11, dropout=True),
-    "cleared": Variant(5, clear=True),
+    "nearly a batch, dropout": Variant(7, dropout=True),
+    "cleared": Variant(4, clear=True),
     "read later": Variant(4, start=2),
     "smaller than a group": Variant(2),
 }
@@ -512,7 +512,7 @@ REFUSED = {
     "rows": (lambda: eqaccum.MemoryBank(0), "MemoryBank got rows=0"),
     "start": (lambda: eqaccum.MemoryBank(4, start=-1), "MemoryBank got start=-1"),
     "queries": (
-        lambda: eqaccum.MemoryBank(4, queries="no"),  # type: ignore[arg-type]
+        lambda: eqaccum.MemoryBank(4, queries="no"),
         "MemoryBank got queries='no'",
     ),
     "group": (lambda: eqaccum.coupled(embed, head, group=0), "group=0"),
@@ -521,7 +521,7 @@ REFUSED = {
         "needs group=",
     ),
     "no bank": (
-        lambda: eqaccum.coupled(embed, head, group=2, bank=4),  # type: ignore[arg-type]
+        lambda: eqaccum.coupled(embed, head, group=2, bank=4),
         "bank=4 is a int; expected an eqaccum.MemoryBank",
     ),
     "large group": (

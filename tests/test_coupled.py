@@ -65,8 +65,14 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("microbatch", [1, 3, 7])
+@pytest.mark.parametrize(
+    "name, microbatch",
+    [
+        *(("one direction, dropout", n) for n in (1, 3, 7)),
+        ("two directions, tied", 3),
+        ("hard negatives", 2),
+    ],
+)
 def test_gradient_is_that_of_the_whole_batch(name, microbatch):
     variant = VARIANTS[name]
     with jax.enable_x64(True):
@@ -357,7 +363,7 @@ def test_narrow_parameters(dtype):
 
     _, exact = full(wide, batch, weights, hard=False)
     top = functools.partial(head, hard=False)
-    for group in (None, 16):
+    for group in (None, 16) if dtype == jnp.float16 else (None,):
         loss = eqaccum.coupled(embed, top, group=group)
         loss_and_grad = eqaccum.value_and_grad(loss, microbatch=16)
         _, grads = loss_and_grad(model, batch, weights=weights)
