@@ -19,7 +19,7 @@ class Deep(eqx.Module):
     index: jax.Array
 
     def __init__(self, key):
-        self.layers = [eqx.nn.Linear(8, 8, key=k) for k in jax.random.split(key, 6)]
+        self.layers = [eqx.nn.Linear(8, 8, key=k) for k in jax.random.split(key, 12)]
         self.dropout = eqx.nn.Dropout(0.1)
         self.index = jnp.array(3)
 

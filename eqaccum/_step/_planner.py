@@ -291,7 +291,7 @@ class Planner:
         known = self._cache.recall(key)
         if known is not None and known.bytes is not None and not lowered.kept:
             need = self._with_others(known.bytes, traced, sizes, cut)
-            full = parts if need is None else parts.with_total(need)
+            full = self._told(parts, need, traced)
             return Measurement(need, fixed, 0.0, REMEMBERED, lowered, parts=full)
         try:
             program = lowered.compile()
@@ -302,7 +302,7 @@ class Planner:
             self._tell_miss(key)
         self._cache.remember(key, bytes=program.bytes)
         need = self._with_others(program.bytes, traced, sizes, cut)
-        full = parts if need is None else parts.with_total(need)
+        full = self._told(parts, need, traced)
         if need is None:
             note = NO_FIGURES
         seconds = 0.0 if lowered.kept else program.seconds
@@ -404,6 +404,15 @@ class Planner:
             accumulator=sizes.accumulator,
             batch=batch,
         )
+
+    def _told(self, parts: Parts, need: int | None, traced: Passes) -> Parts:
+        """The parts that add up to the bytes needed."""
+        if need is None:
+            return parts
+        scratch = min(self._scratch(traced), max(0, need - parts.total))
+        if scratch:
+            parts = replace(parts, extra=(("convolutions", scratch),))
+        return parts.with_total(need)
 
     # --- the chosen one -----------------------------------------------------------
 
