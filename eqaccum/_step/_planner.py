@@ -136,15 +136,15 @@ class Planner:
     def with_passes(self, num_microbatches: int, *, like: Ready) -> Ready | None:
         """The programs of so many passes in each window; None where they do not fit."""
         limit = _same_limit(like)
+        if limit is not None:
+            limit = replace(limit, given=True)  # over it: refused, not warned of
         self._windows = like.cut.windows
         n = self._builder.choices(windows=self._windows).microbatch(num_microbatches)
         try:
             ready = self._finished(lambda: self._pin(n, limit), limit)
         except _errors.DoesNotFit:
             return None
-        need, most = ready.plan.predicted_bytes, like.plan.limit_bytes
-        over = need is None or (most is not None and need > most)
-        return None if over else ready
+        return None if ready.plan.predicted_bytes is None else ready
 
     def remember_seconds(self, largest: Ready, seconds: dict[int, float]) -> None:
         """Keeps what a trial measured, under the largest size that fitted."""
