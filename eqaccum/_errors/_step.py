@@ -105,8 +105,7 @@ def penalty_arguments(penalty: Any, signature: Any) -> InputError:
 
 def not_callable(name: str, value: Any) -> InputError:
     return InputError(
-        f"{name}={value!r} ({type(value).__name__}); expected a function of the "
-        "model."
+        f"{name}={value!r} ({type(value).__name__}); expected a function of the model."
     )
 
 
