@@ -126,10 +126,15 @@ def test_donated_buffers_count_once():
         + s.temp_size_in_bytes
         for name, s in sizes.items()
     }
-    # Resident beside accumulate: adam's state and the next batch.
+    # Resident beside accumulate: adam's state, the next batch, and what CPU programs
+    # take when they are called: finish behind it, the update of the step before.
     state, rows = 2 * parameters + 4, X.nbytes + 4 * len(X)
+    called = sum(
+        size.output_size_in_bytes - size.alias_size_in_bytes + size.temp_size_in_bytes
+        for size in (sizes["finish"], sizes["update"])
+    )
     beside = {
-        "accumulate": state + rows,
+        "accumulate": state + rows + called,
         "finish": state + parameters + 2 * rows,
         "update": 2 * rows,
     }
