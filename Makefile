@@ -1,6 +1,7 @@
 # One word per task. Needs make and Python 3.11 or newer; everything else goes into .venv.
 #   make quickstart    train the first example
 #   make test          the tests            (ARGS="-m slow" and the like are passed on)
+#   make test-kills    a hundred kills at random moments, each resumed (a quarter hour)
 #   make check         lint, format, types, import directions
 #   make format        let ruff rewrite what it can
 #   make lock          remake requirements/*.txt from pyproject.toml (UPGRADE=1: newest)
@@ -13,13 +14,16 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 UPGRADE ?=
 
-.PHONY: quickstart test check format lock clean
+.PHONY: quickstart test test-kills check format lock clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/python examples/quickstart.py
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
+
+test-kills: $(VENV)/.dev
+	$(BIN)/python tests/kills.py $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -36,7 +36,8 @@ def fit(**more: Any) -> eqaccum.FitResult:
 
 def small_loss(model, example, key):
     kept = jax.random.bernoulli(key, 0.7, (4,))
-    return jnp.sum(jnp.sin(model["b"] * example * kept)) + jnp.mean(model["w"] ** 2)
+    waves = jnp.mean(jnp.sin(model["w"] * example) ** 2)
+    return jnp.sum(jnp.sin(model["b"] * example * kept)) + waves
 
 
 def small(**more: Any) -> eqaccum.FitResult:
@@ -267,15 +268,19 @@ def assert_close_runs(got: eqaccum.FitResult, want: eqaccum.FitResult) -> None:
 
 
 def test_on_other_devices_and_memory_it_is_the_same_to_rounding(tmp_path, capsys):
-    want = small(steps=12)
-    run = {"checkpoint": tmp_path, "resume": True}
-    small(steps=4, **run)
+    want = small(steps=12, microbatch="largest")
+    run = {"checkpoint": tmp_path, "resume": True, "microbatch": "largest"}
+    first = small(steps=4, **run).plan
     four = jax.make_mesh((4,), ("data",))
-    small(steps=8, microbatch="largest", mesh=four, **run)
+    assert small(steps=8, mesh=four, **run).plan.devices == 4
     assert "ran on 1 x cpu (cpu), this is 4 x cpu (cpu)" in capsys.readouterr().err
-    got = small(steps=12, microbatch=3, **run)
-    assert got.plan.num_microbatches == 3
+    less = first.predicted_bytes - 1
+    got = small(steps=12, memory_limit=less, **run)
+    assert (first.num_microbatches, got.plan.devices) == (1, 1)
+    assert got.plan.num_microbatches > 1
     assert_close_runs(got, want)
+    asked = small(steps=13, **run | {"microbatch": 3}).plan
+    assert asked.num_microbatches == 3
 
 
 def test_a_plan_is_kept_where_it_fits(tmp_path, capsys):
