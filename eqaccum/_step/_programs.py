@@ -192,7 +192,7 @@ class Builder:
             ratios: list[Array],
             accumulator: list[Array],
             before: PassOutputs | None,
-        ) -> tuple[list[Array], PassOutputs]:
+        ) -> tuple[list[Any], PassOutputs]:  # a gradient may be a constant
             # donated: the sums are written into it
             earlier = None if before is None else Sums(accumulator, before)
             sums = pass_.accumulate(
