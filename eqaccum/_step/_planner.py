@@ -44,7 +44,7 @@ _REMATERIALISED = (
     "recomputed in segments in the backward pass; the gradient is the same"
 )
 _RAN_OUT = f"{REMEMBERED}: out of memory while running"
-# An update with more temporaries is waited for; it takes tens of ms, the wait one.
+# Programs with more temporaries are waited for; they take tens of ms, the wait one.
 _WORTH_A_WAIT = 64 * 2**20
 
 
@@ -69,8 +69,16 @@ class Ready:
         Otherwise both would hold their temporaries at once on CPU (measured with
         adafactor: 674 MB for 610).
         """
+        return self.update is not None and self._is_large(self.update)
+
+    @property
+    def must_let_go(self) -> bool:
+        """Whether accumulate is better called a little later than that."""
+        return self.must_wait or self._is_large(self.accumulate)
+
+    def _is_large(self, program: Program) -> bool:
         on_cpu = self.builder.settings.placement.backend == "cpu"
-        return on_cpu and self.update is not None and self.update.fresh > _WORTH_A_WAIT
+        return on_cpu and program.fresh > _WORTH_A_WAIT
 
 
 @dataclass
