@@ -2,6 +2,8 @@
 #   make quickstart    train the first example
 #   make test          the tests            (ARGS="-m slow" and the like are passed on)
 #   make test-kills    a hundred kills at random moments, each resumed (a quarter hour)
+#   make bench-plan    are plans true, and the best? (35 minutes; ARGS=--resume goes on)
+#   make bench-plan-live  a hundred plans, each run under a real limit (half an hour)
 #   make check         lint, format, types, import directions
 #   make format        let ruff rewrite what it can
 #   make lock          remake requirements/*.txt from pyproject.toml (UPGRADE=1: newest)
@@ -14,7 +16,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 UPGRADE ?=
 
-.PHONY: quickstart test test-kills check format lock clean
+.PHONY: quickstart test test-kills bench-plan bench-plan-live check format lock clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/python examples/quickstart.py
@@ -24,6 +26,12 @@ test: $(VENV)/.dev
 
 test-kills: $(VENV)/.dev
 	$(BIN)/python tests/kills.py $(ARGS)
+
+bench-plan: $(VENV)/.dev
+	$(BIN)/python benchmarks/plan.py peak best $(ARGS)
+
+bench-plan-live: $(VENV)/.dev
+	$(BIN)/python benchmarks/plan.py live $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -190,7 +190,11 @@ class Cache:
             self._give_up(self._folder, error)
 
     def why_missed(self, key: Key) -> str:
-        """Why `recall` found nothing: what changed since the nearest entry."""
+        """Why `recall` found nothing: what changed since an earlier process's entry.
+
+        What this process knows is no answer: a second loss over the same shapes is
+        another program, and not one that was expected to be remembered.
+        """
         nearest = min(
             self._same_name(key), key=lambda old: len(_changes(old, key)), default=None
         )
@@ -200,12 +204,12 @@ class Cache:
         return "; ".join(changes) if changes else "nothing changed: it is remembered"
 
     def _same_name(self, key: Key) -> list[Key]:
-        found = [old for old in self._process if old.name == key.name]
-        if self._folder is not None:
-            files = self._folder.glob(f"{_name_digest(key.name)}-*.json")
-            entries = [_read(path) for path in sorted(files)]
-            found += [e[0] for e in entries if e is not None and e[0].name == key.name]
-        return found
+        if self._folder is None:
+            return []
+        files = sorted(self._folder.glob(f"{_name_digest(key.name)}-*.json"))
+        found = [entry[0] for entry in map(_read, files) if entry is not None]
+        unknown = (old for old in found if old not in self._process)
+        return [old for old in unknown if old.name == key.name]
 
     def _shrink(self, folder: Path) -> None:
         ages = sorted((_modified(path), path) for path in folder.glob(_ENTRY))
