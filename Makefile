@@ -22,7 +22,7 @@ quickstart: $(VENV)/.run
 	$(BIN)/python examples/quickstart.py
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 test-kills: $(VENV)/.dev
 	$(BIN)/python tests/kills.py $(ARGS)
