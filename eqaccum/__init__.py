@@ -4,7 +4,7 @@ import eqaccum
 result = eqaccum.fit(model, data, global_batch=4096)
 """
 
-from . import data as data, losses as losses
+from . import callbacks as callbacks, data as data, losses as losses
 from ._accumulate import batched as batched, shared_key as shared_key
 from ._coupled import MemoryBank as MemoryBank, coupled as coupled
 from ._doors import (

@@ -18,7 +18,7 @@ import pytest
 from helpers import compilations
 
 import eqaccum
-from eqaccum import Mean, batched, fit, make_step, plan, value_and_grad
+from eqaccum import Mean, batched, callbacks, fit, make_step, plan, value_and_grad
 
 SGD = optax.sgd(0.1)
 
@@ -763,6 +763,45 @@ OTHERS = {
     ),
     "a callback's every": Bad(
         lambda: fitted(callbacks=[Every()]), "Every", "every", "a positive int of steps"
+    ),
+    "a class among callbacks": Bad(
+        lambda: fitted(callbacks=[callbacks.EarlyStopping]),
+        "the class EarlyStopping",
+        "expected what it makes",
+        "EarlyStopping(...)",
+    ),
+    "a callback without its validation": Bad(
+        lambda: fitted(callbacks=[callbacks.EarlyStopping()]),
+        "EarlyStopping('validation_loss')",
+        "validation=",
+        "watch a name of training",
+    ),
+    "a name to watch": Bad(
+        lambda: callbacks.EarlyStopping(3), "3 (int)", "a name of the history", "'vali"
+    ),
+    "a patience": Bad(
+        lambda: callbacks.EarlyStopping(patience=0), "patience=0", "positive int", "3"
+    ),
+    "a margin": Bad(
+        lambda: callbacks.EarlyStopping(margin=-1), "margin=-1", "at least 0", "0.0"
+    ),
+    "maximize": Bad(
+        lambda: callbacks.EarlyStopping(maximize="yes"),
+        "maximize='yes' (str)",
+        "True",
+        "False",
+    ),
+    "every of a log": Bad(
+        lambda: callbacks.CSV("log.csv", every=0), "every=0", "positive int", "every=1"
+    ),
+    "a path of a log": Bad(
+        lambda: callbacks.JSONL(3), "the path 3 (int)", "a file", "pathlib.Path"
+    ),
+    "a folder as a log": Bad(
+        lambda: callbacks.CSV("."), "the path '.'", "a file", "pathlib.Path"
+    ),
+    "a path of a best checkpoint": Bad(
+        lambda: callbacks.BestCheckpoint(3), "path=3", "int", "the path of a directory"
     ),
     "a list as validation": Bad(
         lambda: fitted(validation=[X, Y]),

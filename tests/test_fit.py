@@ -1,6 +1,8 @@
 """`fit`: how long it runs, in which order, what it says and what it gives back."""
 
+import dataclasses
 import fcntl
+import html.parser
 import os
 import pty
 import re
@@ -366,4 +368,65 @@ def test_a_plot_of_the_loss():
     result = fit()
     ax = result.plot()
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), result.history["loss"])
+    assert [line.get_label() for line in ax.lines] == ["loss"]
+    result = fit(epochs=2, validation=DATA)
+    assert result.plot(ax) is ax
+    drawn = ax.lines[-1]
+    np.testing.assert_array_equal(drawn.get_xdata(), [3, 6])  # the epochs' ends
+    np.testing.assert_array_equal(drawn.get_ydata(), result.history["validation_loss"])
     pyplot.close(ax.figure)
+
+
+# --- in a notebook ------------------------------------------------------------------
+
+
+class _Tables(html.parser.HTMLParser):
+    """The rows of the tables in some HTML, and the tags that were left open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.rows: list[list[str]] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        self.tags.add(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+
+def tables(text: str) -> list[list[str]]:
+    parser = _Tables()
+    parser.feed(text)
+    parser.close()
+    assert parser.open == []
+    assert parser.tags <= {"table", "caption", "thead", "tbody", "tr", "td", "th"}
+    return parser.rows
+
+
+def test_a_result_is_a_small_table():
+    result = fit(epochs=2, validation=DATA)
+    told = dict(tables(result._repr_html_()))
+    loss, validation = result.history["loss"], result.history["validation_loss"]
+    assert told["steps"] == "6" and told["epochs"] == "2"
+    assert told["loss"] == f"{loss[0]:.4g} -> {loss[-1]:.4g}"
+    assert told["validation_loss"] == f"{validation[0]:.4g} -> {validation[-1]:.4g}"
+    assert "2 passes of 2" in told["plan"] and told["time"].endswith(" s")
+    assert "skipped batches" not in told
+
+
+def test_text_in_a_table_is_escaped():
+    plan = dataclasses.replace(fit().plan, limit_source="<script>&</script>")
+    rows = tables(plan._repr_html_())
+    assert ["limit", "<script>&</script>"] == [rows[-1][0], rows[-1][-1]]
+    assert rows[0][:2] == ["part", "bytes"]

@@ -1,3 +1,19 @@
+from ._callbacks import (
+    bad_callback as bad_callback,
+    bad_every as bad_every,
+    bad_flag as bad_flag,
+    bad_log_path as bad_log_path,
+    bad_margin as bad_margin,
+    bad_patience as bad_patience,
+    bad_watched_name as bad_watched_name,
+    callback_not_made as callback_not_made,
+    not_a_log as not_a_log,
+    not_callbacks as not_callbacks,
+    not_installed as not_installed,
+    run_and_init as run_and_init,
+    watched_name_missing as watched_name_missing,
+    watches_no_validation as watches_no_validation,
+)
 from ._check import (
     Finding as Finding,
     bad_examples as bad_examples,
@@ -168,7 +184,6 @@ from ._plan import (
 from ._say import say as say, warn as warn
 from ._step import (
     accumulates_already as accumulates_already,
-    bad_callback as bad_callback,
     bad_choice as bad_choice,
     bad_compute_dtype as bad_compute_dtype,
     bad_count as bad_count,
@@ -193,7 +208,6 @@ from ._step import (
     not_a_train_state as not_a_train_state,
     not_an_optimizer as not_an_optimizer,
     not_callable as not_callable,
-    not_callbacks as not_callbacks,
     nothing_to_predict as nothing_to_predict,
     optimizer_leaf as optimizer_leaf,
     optimizer_needs_more as optimizer_needs_more,

@@ -275,20 +275,6 @@ def validate_nothing(steps: int) -> InputError:
     )
 
 
-def not_callbacks(callbacks: Any) -> InputError:
-    return InputError(
-        f"callbacks={callbacks!r} ({type(callbacks).__name__}); expected a list of "
-        "functions of one record: callbacks=[callback]."
-    )
-
-
-def bad_callback(callback: Any) -> InputError:
-    return InputError(
-        f"callbacks= holds {callback!r}; expected functions of one record, "
-        "callback(info), with an optional attribute every, a positive int of steps."
-    )
-
-
 def mesh_without_data(mesh: Any) -> InputError:
     return InputError(
         f"mesh= has the axes {tuple(mesh.axis_names)}; expected one named 'data', over "

@@ -23,6 +23,7 @@ from ._orbax import (
     checksum,
     folders,
     newest_folder,
+    orbax,
     read_arrays,
     short,
 )
@@ -223,11 +224,31 @@ def _named_history(history: History) -> dict[str, Any]:
     return {_HISTORY + name: array for name, array in history.items()}
 
 
-def save_state(path: Path, train: TrainState) -> None:
-    """Saves a `TrainState` alone, and returns when it is on the disk."""
+def check_save_path(path: Any) -> Path:
+    """The directory for `TrainState`s that a user gave.
+
+    **Raises:**
+
+    `InputError` for no path and for the directory of a fit, `CheckpointError` where
+    Orbax is missing or nothing can be written.
+    """
+    orbax()
+    path = directory("path", path)
+    _newest_state(path)
+    check_writable(path)
+    return path
+
+
+def _newest_state(path: Path) -> Saved | None:
     found = newest(path)
     if found is not None and found.record.reached is not None:
         raise _errors.holds_run(path)
+    return found
+
+
+def save_state(path: Path, train: TrainState) -> None:
+    """Saves a `TrainState` alone, and returns when it is on the disk."""
+    found = _newest_state(path)
     check_writable(path)
     number = 0 if found is None else int(found.folder.name) + 1
     arrays = named_leaves(train)

@@ -184,7 +184,7 @@ def fit(
         validation_source = open_source(validation, in_axes=in_axes)
         if not validation_source.has_values:
             raise _errors.only_shapes()
-    check_callbacks(callbacks)
+    check_callbacks(callbacks, validates=validation is not None)
     length = run_length(
         source,
         rows,

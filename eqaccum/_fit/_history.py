@@ -6,10 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from .. import _errors
 from .._types import Metrics
 
 # Device scalars are read in blocks: a transfer for each would be a wait for each.
 _BLOCK = 256
+# How the names of what a validation measured begin.
+VALIDATION = "validation_"
 
 
 class History(Mapping[str, np.ndarray]):
@@ -24,6 +27,7 @@ class History(Mapping[str, np.ndarray]):
         ```python
         result = eqaccum.fit(model, (x, y), global_batch=4096)
         result.history["loss"][-1]
+        result.history.frame().plot(x="step", y="loss")  # with pandas
         ```
     """
 
@@ -50,7 +54,8 @@ class History(Mapping[str, np.ndarray]):
         }
         for prefix, told in (("aux", metrics.aux), ("grad", metrics.grad_metrics)):
             for name, value in _scalars(told):
-                entry[f"{prefix}.{name}" if name in entry else name] = value
+                taken = name in entry or _is_validation(name)
+                entry[f"{prefix}.{name}" if taken else name] = value
         self._waiting.append(entry)
         if len(self._waiting) >= _BLOCK:
             self._flush()
@@ -58,13 +63,59 @@ class History(Mapping[str, np.ndarray]):
     def add_validation(self, step: int, values: dict[str, float]) -> None:
         """Adds one entry to `validation_step` and each `validation_...` name."""
         for name, value in {"step": step, **values}.items():
-            self._read.setdefault(f"validation_{name}", []).append(value)
+            self._read.setdefault(f"{VALIDATION}{name}", []).append(value)
 
     def last(self, name: str) -> float:
         """The newest value of a name."""
         if self._waiting:
             return float(self._waiting[-1][name])
         return float(self._read[name][-1])
+
+    def newest(self) -> dict[str, Any]:
+        """What the newest batch measured, by name; empty before the first one."""
+        if self._waiting:
+            read = jax.device_get(self._waiting[-1])
+            return {name: read[name] for name in self._waiting[-1]}
+        return {
+            name: values[-1]
+            for name, values in self._read.items()
+            if not name.startswith(VALIDATION)
+        }
+
+    def since(self, name: str, start: int) -> np.ndarray:
+        """The entries of a name from number `start` on."""
+        self._flush()
+        return np.asarray(self._read[name][start:])
+
+    def frame(self) -> Any:
+        """The history as a pandas `DataFrame`, one row per batch.
+
+        What a validation measured stands in the row of the batch before it, and is
+        missing (NaN) in the others.
+
+        **Raises:**
+
+        `EqaccumError` with the install command where pandas is missing.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise _errors.not_installed(
+                "history.frame()", "pandas", 'pip install "eqaccum[frame]"'
+            ) from error
+        columns = {name: self[name] for name in self if not _is_validation(name)}
+        frame = pandas.DataFrame(columns)
+        frame.index.name = "batch"
+        for name in filter(_is_validation, self):
+            column = np.full(len(frame), np.nan)
+            column[self.rows_of_validations()] = self[name]
+            frame[name] = column
+        return frame.drop(columns=f"{VALIDATION}step", errors="ignore")
+
+    def rows_of_validations(self) -> np.ndarray:
+        """The batch after which each validation was made: its step's last one."""
+        steps = self["step"]
+        return np.searchsorted(steps, self[f"{VALIDATION}step"], side="right") - 1
 
     def _flush(self) -> None:
         # device_get sorts the names
@@ -90,6 +141,10 @@ class History(Mapping[str, np.ndarray]):
         names = ", ".join(self)
         entries = len(self["loss"]) if names else 0
         return f"History({entries} batches: {names})"
+
+
+def _is_validation(name: str) -> bool:
+    return name.startswith(VALIDATION)
 
 
 def _scalars(aux: Any) -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ from .._plan import Plan
 from .._step import Placed, Step
 from .._types import Metrics, TrainState
 from ._checkpoint import Checkpoints
-from ._history import History
+from ._history import VALIDATION, History
 from ._info import Info
 from ._interrupt import TERMINATED, Interrupt
 from ._length import Length
@@ -306,12 +306,20 @@ def _skipped_last(history: History) -> int:
     return len(skipped) - (int(kept[-1]) + 1 if len(kept) else 0)
 
 
-def check_callbacks(callbacks: Any) -> None:
-    """Refuses what cannot be called, or has no whole number of steps as `every`."""
+def check_callbacks(callbacks: Any, *, validates: bool) -> None:
+    """Refuses what cannot be called, or has no whole number of steps as `every`.
+
+    What `watches` a name of the validation needs one.
+    """
     if not isinstance(callbacks, Sequence):
         raise _errors.not_callbacks(callbacks)
     for callback in callbacks:
+        if isinstance(callback, type):
+            raise _errors.callback_not_made(callback)
         every = getattr(callback, "every", 1)
         whole = isinstance(every, int) and not isinstance(every, bool)
         if not callable(callback) or not whole or every < 1:
             raise _errors.bad_callback(callback)
+        watched = getattr(callback, "watches", "")
+        if str(watched).startswith(VALIDATION) and not validates:
+            raise _errors.watches_no_validation(callback)

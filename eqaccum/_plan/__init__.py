@@ -36,3 +36,4 @@ from ._search import (
     pinned as pinned,
     search as search,
 )
+from ._table import html_table as html_table

@@ -1,6 +1,5 @@
 """What was decided and why: `Plan`, its `Parts` and its `Probe`s."""
 
-import html
 import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -20,7 +19,7 @@ from ._decode import (
     is_text,
 )
 from ._plot import draw_plan
-from ._table import grid
+from ._table import grid, html_table
 
 COMPILED = "compiled"
 REMEMBERED = "remembered"
@@ -234,11 +233,7 @@ class Plan:
         return "\n\n".join(block for block in blocks if block)
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in _part_rows(self)
-        )
-        return f"<p>{html.escape(self.summary())}</p><table>{rows}</table>"
+        return html_table(self.summary(), _part_rows(self))
 
     def plot(self, ax: Any = None) -> Any:
         """Draws bytes against microbatch, with the limit and every probe.
