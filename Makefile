@@ -4,7 +4,10 @@
 #   make test-kills    a hundred kills at random moments, each resumed (a quarter hour)
 #   make bench-plan    are plans true, and the best? (35 minutes; ARGS=--resume goes on)
 #   make bench-plan-live  a hundred plans, each run under a real limit (half an hour)
-#   make check         lint, format, types, import directions
+#   make check         lint, format, types, import directions, the documentation
+#   make docs          build the documentation into site/ (strict)
+#   make dist          build wheel and sdist, try both in fresh environments
+#   make changelog     news/ into CHANGELOG.md for the version in pyproject.toml
 #   make format        let ruff rewrite what it can
 #   make lock          remake requirements/*.txt from pyproject.toml (UPGRADE=1: newest)
 #   make clean         remove .venv and everything the tools left
@@ -16,7 +19,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 UPGRADE ?=
 
-.PHONY: quickstart test test-kills bench-plan bench-plan-live check format lock clean
+.PHONY: quickstart test test-kills bench-plan bench-plan-live check docs dist \
+  changelog format lock clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/python examples/quickstart.py
@@ -38,6 +42,17 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --warnings
 	$(BIN)/python -m pytest --quiet tests/test_layers.py
+	$(MAKE) --no-print-directory docs
+
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+dist: $(VENV)/.dev
+	$(BIN)/python tests/dist.py $(ARGS)
+
+changelog: $(VENV)/.dev
+	$(BIN)/python -m towncrier build --yes --version "$$($(BIN)/python -c \
+	  'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["version"])')"
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -63,7 +78,7 @@ PIP_COMPILE = $(BIN)/pip-compile --quiet --generate-hashes --strip-extras --allo
 lock: | $(VENV)/pyvenv.cfg
 	$(INSTALL) pip-tools==7.6.2
 	$(PIP_COMPILE) --extra examples -o requirements/run.txt pyproject.toml
-	$(PIP_COMPILE) --extra test --extra check -c requirements/run.txt \
+	$(PIP_COMPILE) --extra test --extra check --extra docs -c requirements/run.txt \
 	  -o requirements/dev.txt pyproject.toml
 
 clean:
