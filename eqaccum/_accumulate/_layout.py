@@ -134,7 +134,9 @@ def _matching_axes(
 def _broadcast(eqn: JaxprEqn, permutation: Permutation) -> OnArrays | None:
     """New axes go to the front of the array, so they must be of one element, or be in
     front of the value already."""
-    shape, places = eqn.params["shape"], eqn.params["broadcast_dimensions"]
+    shape = eqn.params["shape"]
+    # JAX leaves numpy integers here where it batches.
+    places = [int(place) for place in eqn.params["broadcast_dimensions"]]
     added = [axis for axis in range(len(shape)) if axis not in places]
     if any(shape[axis] != 1 and axis > min(places) for axis in added):
         return None
