@@ -2,6 +2,8 @@
 #   make quickstart    train the first example
 #   make test          the tests            (ARGS="-m slow" and the like are passed on)
 #   make test-kills    a hundred kills at random moments, each resumed (a quarter hour)
+#   make test-limits   plans of above 1 GB under a limit of the system's (ten minutes)
+#   make test-lowered  a hundred runs whose memory is taken away (half an hour)
 #   make bench-plan    are plans true, and the best? (35 minutes; ARGS=--resume goes on)
 #   make bench-plan-live  a hundred plans, each run under a real limit (half an hour)
 #   make check         lint, format, types, import directions, the documentation
@@ -19,7 +21,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 UPGRADE ?=
 
-.PHONY: quickstart test test-kills bench-plan bench-plan-live check docs dist \
+.PHONY: quickstart test test-kills test-limits test-lowered bench-plan bench-plan-live check docs dist \
   changelog format lock clean
 
 quickstart: $(VENV)/.run
@@ -30,6 +32,12 @@ test: $(VENV)/.dev
 
 test-kills: $(VENV)/.dev
 	$(BIN)/python tests/kills.py $(ARGS)
+
+test-limits: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow tests/test_real_limit.py $(ARGS)
+
+test-lowered: $(VENV)/.dev
+	$(BIN)/python tests/lowered.py --write $(ARGS)
 
 bench-plan: $(VENV)/.dev
 	$(BIN)/python benchmarks/plan.py peak best $(ARGS)

@@ -49,6 +49,16 @@ LARGE = {
     ),
 }
 
+# A row's activations count, not the parameters: one pass takes more than 1 GB.
+WIDE_BATCH = {
+    "MLP": Case(
+        _models.mlp, {"features": 64, "width": 256, "depth": 16, "classes": 10}, 36_000
+    ),
+    "transformer LM": LARGE["transformer LM"],
+    "CNN": LARGE["CNN"],
+}
+CASES = {"large": LARGE, "wide batch": WIDE_BATCH}
+
 # Quick to compile: all numbers of passes of `SMALL_BATCH` rows are.
 SMALL_BATCH = 50
 SMALL = {

@@ -106,20 +106,27 @@ def _end() -> int:
 
 
 def live(spec: dict[str, Any]) -> dict[str, Any]:
-    """Trains some steps under RLIMIT_AS; running out of memory is an error."""
+    """Trains some steps under RLIMIT_AS; running out of memory is an error.
+
+    With a `microbatch` the plan is told that there is no limit.
+    """
     warnings.simplefilter("error", eqaccum.EqaccumWarning)
     warnings.filterwarnings("ignore", message="BatchNorm")
-    workload, rows = plan_cases.LARGE[spec["case"]].workload(), spec["rows"]
+    cases = plan_cases.CASES[spec.get("cases", "large")]
+    workload, rows = cases[spec["case"]].workload(), spec["rows"]
     data = workload.rows(rows)
     most = spec["limit"] + spec["reserve"]
     resource.setrlimit(resource.RLIMIT_AS, (status("VmSize") + most,) * 2)
+    asked = {"memory_limit": spec["limit"] if spec["given"] else None}
+    if "microbatch" in spec:
+        asked = {"microbatch": spec["microbatch"], "memory_limit": 2**50}
     result = run(
         workload,
         spec["optimizer"],
         data,
         steps=2,
         global_batch=rows,
-        memory_limit=spec["limit"] if spec["given"] else None,
+        **asked,
     )
     if not np.isfinite(result.history["loss"]).all():
         raise SystemExit("the loss is not finite")

@@ -36,7 +36,12 @@ from ._fit import (
     restore as restore,
     save as save,
 )
-from ._plan import Parts as Parts, Plan as Plan, Probe as Probe
+from ._plan import (
+    LargeArray as LargeArray,
+    Parts as Parts,
+    Plan as Plan,
+    Probe as Probe,
+)
 from ._step import Step as Step
 from ._types import (
     Mean as Mean,

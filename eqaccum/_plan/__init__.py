@@ -1,3 +1,4 @@
+from ._arrays import LargeArray as LargeArray, largest_arrays as largest_arrays
 from ._bytes import format_bytes as format_bytes, parse_bytes as parse_bytes
 from ._cache import (
     Cache as Cache,

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from .. import _errors
+from ._arrays import LargeArray
 from ._bytes import format_bytes
 from ._decode import (
     Checks,
@@ -173,6 +174,10 @@ class Plan:
         global batch do not fit beside the activations.
     - `rematerialised`: whether the loss is recomputed in segments in the backward pass
         (`remat="auto"`).
+    - `arrays`: the largest arrays of a pass. A guide and no sum: those that are not
+        needed at the same time share their place.
+    - `measured_bytes`: what the device says that the first step took; None before it,
+        and where the device keeps no count (CPUs).
     """
 
     global_batch: int
@@ -188,6 +193,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     windows: int = 1
     rematerialised: bool = False
+    arrays: tuple[LargeArray, ...] = ()
+    measured_bytes: int | None = None
 
     @property
     def compilations(self) -> int:
@@ -223,6 +230,8 @@ class Plan:
             grid(_part_rows(self), "<>><"),
             grid(_probe_rows(self), ">>>><"),
         ]
+        if self.arrays:
+            blocks.append(_ARRAYS + grid(_array_rows(self.arrays), "><<<"))
         advice = advise(self.parts)
         if advice:
             blocks.append(
@@ -329,6 +338,8 @@ def _part_rows(plan: Plan) -> list[tuple[str, ...]]:
         rows.append(("predicted", "unknown", "", ""))
     else:
         rows.append(row("predicted", plan.predicted_bytes))
+    if plan.measured_bytes is not None:
+        rows.append(row("measured", plan.measured_bytes, "the device's own peak"))
     if plan.limit_bytes is None:
         rows.append(("limit", "unknown", "", plan.limit_source))
     else:
@@ -357,6 +368,22 @@ def _probe_rows(plan: Plan) -> list[tuple[str, ...]]:
     return rows if plan.probes else []
 
 
+_ARRAYS = "Largest arrays of a pass (a guide: they share memory, so no sum):\n"
+
+
+def _array_rows(arrays: tuple[LargeArray, ...]) -> list[tuple[str, ...]]:
+    """Bytes, shape, name and place of each."""
+    return [
+        (
+            f"  {format_bytes(array.bytes)}",
+            (f"{array.count} x " if array.count > 1 else "") + array.shape,
+            array.name,
+            array.source,
+        )
+        for array in arrays
+    ]
+
+
 # Reading
 
 _PARTS: Checks = {
@@ -368,6 +395,13 @@ _PROBE: Checks = {
     "bytes": is_maybe_count,
     "seconds": is_seconds,
     "note": is_text,
+}
+_ARRAY: Checks = {
+    "bytes": is_count,
+    "shape": is_text,
+    "count": is_size,
+    "name": is_text,
+    "source": is_text,
 }
 _PLAN: Checks = {
     "global_batch": is_size,
@@ -383,6 +417,8 @@ _PLAN: Checks = {
     "notes": is_list,
     "windows": is_size,
     "rematerialised": is_flag,
+    "arrays": is_list,
+    "measured_bytes": is_maybe_count,
 }
 
 
@@ -406,6 +442,10 @@ def _read_plan(data: Any) -> Plan:
     values["probes"] = tuple(
         _read_probe(probe, f"plan.probes[{i}]")
         for i, probe in enumerate(values["probes"])
+    )
+    values["arrays"] = tuple(
+        LargeArray(**_checked(array, _ARRAY, f"plan.arrays[{i}]"))
+        for i, array in enumerate(values["arrays"])
     )
     plan = Plan(**values)
     if plan.num_microbatches * plan.microbatch * plan.devices < plan.global_batch:

@@ -1,5 +1,6 @@
 """The one seam that compiles: what is measured here is what runs."""
 
+import functools
 import hashlib
 import itertools
 import re
@@ -12,7 +13,13 @@ from typing import Any
 import jax
 
 from .._mesh import Placement
-from .._plan import fresh_bytes, is_out_of_memory, program_bytes
+from .._plan import (
+    LargeArray,
+    fresh_bytes,
+    is_out_of_memory,
+    largest_arrays,
+    program_bytes,
+)
 
 # Compiled programs of the last step: a second `fit` of it finds its own. A step has up
 # to seven: init, accumulate, weigh and both for short batches, finish, update.
@@ -39,6 +46,16 @@ class Program:
 
     def __call__(self, *args: Any) -> Any:
         return self.compiled(*args)
+
+    @functools.cached_property
+    def arrays(self) -> tuple[LargeArray, ...]:
+        """The largest arrays that it makes; none where the backend gives no text."""
+        try:
+            compiled: Any = self.compiled
+            text = compiled.as_text()
+        except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):
+            return ()
+        return largest_arrays(text or "")
 
 
 @dataclass(frozen=True)

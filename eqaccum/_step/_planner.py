@@ -435,7 +435,7 @@ class Planner:
         if traced.num_terms > 1 and not self._builder.forward:
             weigh = self._builder.weigh(traced, cut).compile()
         return Ready(
-            self._plan(found, limit, cut, traced),
+            self._plan(found, limit, cut, traced, program),
             cut,
             traced,
             self._builder,
@@ -448,7 +448,12 @@ class Planner:
         return self._others["finish"].result(), self._others["update"].result()
 
     def _plan(
-        self, found: Found, limit: Limit | None, cut: Cut, traced: Passes
+        self,
+        found: Found,
+        limit: Limit | None,
+        cut: Cut,
+        traced: Passes,
+        program: Program,
     ) -> Plan:
         settings = self._builder.settings
         parts = found.measurement.parts
@@ -466,6 +471,7 @@ class Planner:
             limit_bytes=None if limit is None else limit.bytes,
             limit_source="unknown" if limit is None else limit.source,
             parts=parts,
+            arrays=program.arrays,
             probes=tuple(_of_all_windows(p, cut.windows) for p in found.probes),
             source=(
                 f"memory_analysis() of the compiled programs on {backend} ({device}); "

@@ -1,6 +1,7 @@
 """`Step`: the three programs called in order, with one wait before the update."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -13,7 +14,7 @@ from jaxtyping import PyTree
 from .. import _errors
 from .._accumulate import run_key
 from .._data import Batch, Layout, batch_of
-from .._plan import Plan, is_out_of_memory
+from .._plan import Plan, format_bytes, is_out_of_memory
 from .._tree import Partition
 from .._types import Metrics, Own, Structure, TrainState
 from . import _optimizer
@@ -23,6 +24,7 @@ from ._culprits import find_culprits
 from ._ema import with_ema
 from ._fastest import Trial, start_trial
 from ._launch import Launcher, Pending, Placed
+from ._measured import Watch, watch
 from ._planner import Planner, Ready, start_tail
 from ._programs import Builder
 from ._settings import (
@@ -71,6 +73,7 @@ class Step:
         self._batch_norms: list[str] = []
         self._ready: dict[Layout, Ready] = {}
         self._trials: dict[Layout, Trial] = {}
+        self._watches: dict[Layout, Watch | None] = {}
         self._buffers = Buffers(settings.placement)
         self._launcher = Launcher(settings.placement, self._buffers)
         self.plan: Plan | None = None
@@ -93,6 +96,7 @@ class Step:
             _errors.say(f"in inference mode and left so: {', '.join(fixed)}")
         self._ready.clear()
         self._trials.clear()
+        self._watches.clear()
 
     def init(
         self,
@@ -232,7 +236,13 @@ class Step:
         """Gathers a batch into slots: the one copy that is made of its rows."""
         if batch.count > self._settings.global_batch:
             raise _errors.batch_too_large(batch.count, self._settings.global_batch)
-        ready = self.prepare(batch.layout, own_bytes=_bytes(train))
+        own_bytes = _bytes(train)
+        ready = self.prepare(batch.layout, own_bytes=own_bytes)
+        trial = self._trials.get(batch.layout)
+        settled = trial is None or trial.settled
+        if settled and batch.layout not in self._watches:
+            devices = self._settings.placement.devices
+            self._watches[batch.layout] = watch(devices, own_bytes=own_bytes)
         return self._launcher.place(batch, ready)
 
     def launch(self, train: TrainState, placed: Placed) -> Pending:
@@ -294,6 +304,7 @@ class Step:
             _errors.say(f"skipped: {error}")
             skipped = eqx.tree_at(lambda t: t.batch_count, train, batch_count)
             return skipped, eqx.tree_at(lambda m: m.skipped, metrics, True)
+        layout = placed.batch.layout
         pending.placed = placed = None  # their memory is the update's
         assert ready.update is not None
         try:
@@ -308,6 +319,7 @@ class Step:
             lost = any(leaf.is_deleted() for leaf in train.trainable_leaves)
             raise self._failure("update", ready, error, lost=lost) from error
         self._buffers.give_back(ready, pending.finished.gradient, pending.kept)
+        self._compare(layout, trainable)
         states = len(train.state_leaves)
         new = TrainState(
             trainable,
@@ -322,6 +334,34 @@ class Step:
         )
         return new, metrics
 
+    def _compare(self, layout: Layout, updated: list[Any]) -> None:
+        """Puts what the device measured of a plan's first step beside the prediction.
+
+        Waits for the update, once, and only where the device keeps count.
+        """
+        started, self._watches[layout] = self._watches.get(layout), None
+        if started is None:
+            return
+        jax.block_until_ready(updated)
+        ready, measured = self._ready[layout], started.measured()
+        if measured is None:
+            return
+        plan = replace(ready.plan, measured_bytes=measured)
+        predicted = plan.predicted_bytes
+        if predicted is not None and measured > predicted:
+            _errors.warn(
+                f"the step took {format_bytes(measured)}, by the device's own count, "
+                f"but {format_bytes(predicted)} were predicted: leave more room "
+                "(memory_limit=) where other programs share the device"
+            )
+        self._adopt(layout, replace(ready, plan=plan))
+
+    def _adopt(self, layout: Layout, ready: Ready) -> None:
+        """Programs or a plan in the place of others."""
+        before, self._ready[layout] = self._ready[layout], ready
+        if self.plan is before.plan:
+            self.plan = ready.plan
+
     def _note_time(self, placed: Placed, pending: Pending) -> None:
         """Tells a trial how long a full batch took; it may change the programs."""
         layout = placed.batch.layout
@@ -331,12 +371,9 @@ class Step:
             return
         if placed.ready is not trial.current:  # placed before the last change
             return
-        before = self._ready[layout]
         after = trial.note(time.perf_counter() - pending.started)
-        if after is not before:
-            self._ready[layout] = after
-            if self.plan is before.plan:
-                self.plan = after.plan
+        if after is not self._ready[layout]:
+            self._adopt(layout, after)
 
     def wait(self, train: TrainState, ready: Ready | None = None) -> None:
         """Waits for the update that made `train`: until then its failure is silent.
@@ -397,7 +434,7 @@ class Step:
     def _up_to_date(self, placed: Placed) -> Placed:
         """A batch that was placed before its programs were given up, placed anew."""
         ready = self._ready[placed.batch.layout]
-        if placed.ready is ready:
+        if placed.ready.accumulate is ready.accumulate:
             return placed
         return self._launcher.place(placed.batch, ready)
 
@@ -428,9 +465,7 @@ class Step:
             f"out of memory with {ready.plan.summary()}; the same global batch goes on "
             f"as {smaller.plan.summary()}{changes}"
         )
-        self._ready[placed.batch.layout] = smaller
-        if self.plan is ready.plan:
-            self.plan = smaller.plan
+        self._adopt(placed.batch.layout, smaller)
         return self._launcher.place(placed.batch, smaller)
 
     def _failure(
