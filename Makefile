@@ -4,6 +4,7 @@
 #   make test-kills    a hundred kills at random moments, each resumed (a quarter hour)
 #   make test-limits   plans of above 1 GB under a limit of the system's (ten minutes)
 #   make test-lowered  a hundred runs whose memory is taken away (half an hour)
+#   make bench         a step beside the other ways of writing it (a quarter of an hour)
 #   make bench-plan    are plans true, and the best? (35 minutes; ARGS=--resume goes on)
 #   make bench-plan-live  a hundred plans, each run under a real limit (half an hour)
 #   make check         lint, format, types, import directions, the documentation
@@ -21,7 +22,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 UPGRADE ?=
 
-.PHONY: quickstart test test-kills test-limits test-lowered bench-plan bench-plan-live check docs dist \
+.PHONY: quickstart test test-kills test-limits test-lowered bench bench-plan bench-plan-live check docs dist \
   changelog format lock clean
 
 quickstart: $(VENV)/.run
@@ -38,6 +39,9 @@ test-limits: $(VENV)/.dev
 
 test-lowered: $(VENV)/.dev
 	$(BIN)/python tests/lowered.py --write $(ARGS)
+
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/steps.py $(ARGS)
 
 bench-plan: $(VENV)/.dev
 	$(BIN)/python benchmarks/plan.py peak best $(ARGS)
