@@ -5,6 +5,7 @@
 #   make test-limits   plans of above 1 GB under a limit of the system's (ten minutes)
 #   make test-lowered  a hundred runs whose memory is taken away (half an hour)
 #   make bench         a step beside the other ways of writing it (a quarter of an hour)
+#   make bench-loop    what the loop around the programs costs (ten minutes)
 #   make bench-plan    are plans true, and the best? (35 minutes; ARGS=--resume goes on)
 #   make bench-plan-live  a hundred plans, each run under a real limit (half an hour)
 #   make check         lint, format, types, import directions, the documentation
@@ -22,7 +23,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 UPGRADE ?=
 
-.PHONY: quickstart test test-kills test-limits test-lowered bench bench-plan bench-plan-live check docs dist \
+.PHONY: bench-loop quickstart test test-kills test-limits test-lowered bench bench-plan bench-plan-live check docs dist \
   changelog format lock clean
 
 quickstart: $(VENV)/.run
@@ -42,6 +43,9 @@ test-lowered: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/steps.py $(ARGS)
+
+bench-loop: $(VENV)/.dev
+	$(BIN)/python benchmarks/loop.py $(ARGS)
 
 bench-plan: $(VENV)/.dev
 	$(BIN)/python benchmarks/plan.py peak best $(ARGS)

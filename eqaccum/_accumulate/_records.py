@@ -11,11 +11,13 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from .._tree import record
 from ._aux import AuxSpec
 from ._jaxpr import Left
 
 
-class Arguments(eqx.Module):
+@record
+class Arguments:
     """The arrays of a pass that are the same for all rows."""
 
     trainable: list[Any]
@@ -24,7 +26,8 @@ class Arguments(eqx.Module):
     whole: list[Any]
 
 
-class Batch(eqx.Module):
+@record
+class Batch:
     """Rows as the program takes them: slot (k D + d) n + j on device d.
 
     `rows` have shape (K, n, ...) on each device and `weights` (K, n). `key` and
@@ -44,7 +47,8 @@ class Batch(eqx.Module):
     step: Any = None
 
 
-class PassInputs(eqx.Module):
+@record
+class PassInputs:
     """All arrays of one pass. `ratios` are there for a sum of several `Mean`s only."""
 
     arguments: Arguments
@@ -57,7 +61,8 @@ class PassInputs(eqx.Module):
     ratios: list[Any]
 
 
-class PassOutputs(eqx.Module):
+@record
+class PassOutputs:
     """What one pass adds up (totals, weights, sums), carries on and lays down."""
 
     totals: list[Any]
@@ -67,7 +72,8 @@ class PassOutputs(eqx.Module):
     aux_rows: list[Any]
 
 
-class Sums(eqx.Module):
+@record
+class Sums:
     """What the passes of a global batch add up to."""
 
     gradients: list[Any]

@@ -1,10 +1,9 @@
 """One step on the device: rows gathered into slots, accumulate, finish."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import equinox as eqx
 import jax
 import numpy as np
 from jaxtyping import Array
@@ -137,12 +136,12 @@ class Launcher:
                 *shared, state, batch, ratios, gradients, before
             )
             aux_rows.append(outputs.aux_rows)
-            outputs = eqx.tree_at(lambda o: o.aux_rows, outputs, [])
+            outputs = replace(outputs, aux_rows=[])
             state = outputs.state
             if before is not None:
                 # No more than two windows on the device: the one under way and the next
                 jax.block_until_ready(before)
-                before = eqx.tree_at(lambda o: o.state, outputs, [])
+                before = replace(outputs, state=[])
         assert outputs is not None
         return _Summed(gradients, outputs, ratios, aux_rows)
 
@@ -212,7 +211,7 @@ class Launcher:
             read = Arguments(train.trainable_leaves, train.frozen_leaves, [], [])
         outputs, state = summed.outputs, summed.outputs.state
         if ready.cut.devices == 1:  # the state goes on as it is
-            outputs = eqx.tree_at(lambda o: o.state, outputs, [])
+            outputs = replace(outputs, state=[])
         assert ready.finish is not None
         finished = ready.finish(
             self.buffers.captured(penalty.captured) if penalty else [],

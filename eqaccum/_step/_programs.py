@@ -37,7 +37,7 @@ from .._accumulate import (
 from .._data import Layout
 from .._mesh import DATA
 from .._plan import Choices, every_number
-from .._tree import Partition, struct
+from .._tree import Partition, record, struct
 from .._types import accumulator_dtype, wider
 from . import _optimizer
 from ._compile import Lowered, lower
@@ -47,7 +47,8 @@ _WHOLE = PartitionSpec()
 _BY_ROWS = PartitionSpec(None, DATA)
 
 
-class Scalars(eqx.Module):
+@record
+class Scalars:
     """What finish tells of a step, as device scalars."""
 
     loss: Any
@@ -59,14 +60,16 @@ class Scalars(eqx.Module):
     grad_metrics: Any
 
 
-class Weighed(eqx.Module):
+@record
+class Weighed:
     """The weights so far of a sum of `Mean`s on this device, and their ratios."""
 
     weights: list[Any]
     ratios: list[Any]
 
 
-class Finished(eqx.Module):
+@record
+class Finished:
     """The finished gradient, the state after the step, and what was measured."""
 
     gradient: list[Any]
