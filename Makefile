@@ -6,6 +6,7 @@
 #   make test-lowered  a hundred runs whose memory is taken away (half an hour)
 #   make bench         a step beside the other ways of writing it (a quarter of an hour)
 #   make bench-loop    what the loop around the programs costs (ten minutes)
+#   make bench-fastest does "fastest" find the fastest microbatch? (ten minutes)
 #   make bench-plan    are plans true, and the best? (35 minutes; ARGS=--resume goes on)
 #   make bench-plan-live  a hundred plans, each run under a real limit (half an hour)
 #   make check         lint, format, types, import directions, the documentation
@@ -23,7 +24,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 UPGRADE ?=
 
-.PHONY: bench-loop quickstart test test-kills test-limits test-lowered bench bench-plan bench-plan-live check docs dist \
+.PHONY: bench-loop bench-fastest quickstart test test-kills test-limits test-lowered bench bench-plan bench-plan-live check docs dist \
   changelog format lock clean
 
 quickstart: $(VENV)/.run
@@ -46,6 +47,9 @@ bench: $(VENV)/.dev
 
 bench-loop: $(VENV)/.dev
 	$(BIN)/python benchmarks/loop.py $(ARGS)
+
+bench-fastest: $(VENV)/.dev
+	$(BIN)/python benchmarks/fastest.py $(ARGS)
 
 bench-plan: $(VENV)/.dev
 	$(BIN)/python benchmarks/plan.py peak best $(ARGS)

@@ -31,7 +31,7 @@ def runs(count: int, run: Run, *, done: int = 0) -> Iterator[dict[str, Any]]:
     for number in range(done, count):
         draw = random.Random(number)
         name, optimizer = draw.choice(names), draw.choice(optimizers)
-        rows = round(plan_cases.LARGE[name].microbatch * draw.uniform(1.0, 1.8))
+        rows = round(plan_cases.LARGE[name].microbatch * draw.uniform(0.5, 0.9))
         most = _need(name, optimizer, rows, rows)
         least = _need(name, optimizer, rows, -(-rows // MOST_PASSES))
         limit = round(draw.uniform(1.01 * least, 1.05 * most))
