@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import optax
+import plan_cases
 import pytest
 from helpers import REPOSITORY
 
@@ -31,11 +32,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _benchmarks_in_reach(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
 @dataclass(frozen=True)
 class Need:
     """A plan's figures for a microbatch that was asked for."""
@@ -47,8 +43,6 @@ class Need:
 @functools.cache
 def need(model: str, passes: int) -> Need:
     """Of three microbatches of rows in so many passes; nothing is allocated."""
-    import plan_cases
-
     case = plan_cases.WIDE_BATCH[model]
     workload, rows = case.workload(), 3 * case.microbatch
     plan = eqaccum.plan(
@@ -64,8 +58,6 @@ def need(model: str, passes: int) -> Need:
 
 
 def run(model: str, limit: int, **more: Any) -> subprocess.CompletedProcess[str]:
-    import plan_cases
-
     spec = {
         "kind": "live",
         "cases": "wide batch",
