@@ -2,7 +2,8 @@
 
 A fenced block of `python` is a program; all blocks of a page are one. What a reader
 need not see stands in comments: `<!-- setup ... -->` before it, `<!-- test ... -->`
-after it. Classes (```` ``` { .python .keras } ````) say what else must be installed.
+after it. Classes (```` ``` { .python .keras } ````, `<!-- test .keras`) say what else
+must be installed; blocks without them run all the same.
 """
 
 import re
@@ -11,13 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 _FENCE = (
     r"^(?P<fence>```)\s*(?P<info>python|\{ \.python[^}]*\})[^\n]*\n"
     r"(?P<block>.*?)^```$"
 )
-_COMMENT = r"^<!-- (?P<kind>setup|test)\n(?P<hidden>.*?)^-->$"
+_COMMENT = r"^<!-- (?:setup|test)(?P<needs>[^\n]*)\n(?P<hidden>.*?)^-->$"
 _PROGRAM = re.compile(f"{_FENCE}|{_COMMENT}", re.DOTALL | re.MULTILINE)
 # Said to readers, nothing to install: the block is run elsewhere.
 _NOT_HERE = {"readme"}
@@ -38,26 +37,35 @@ class Page:
 
     path: Path
 
+    @property
+    def peers(self) -> set[str]:
+        """The modules that some blocks need."""
+        return {name for block in self.blocks for name in block.classes} - _NOT_HERE
+
     @cached_property
     def blocks(self) -> list[Block]:
         text = self.path.read_text()
         found = []
         for match in _PROGRAM.finditer(text):
             group = "block" if match["fence"] else "hidden"
-            classes = re.findall(r"\.(\w+)", match["info"] or "")
+            classes = re.findall(r"\.(\w+)", match["info"] or match["needs"] or "")
             line = text.count("\n", 0, match.start(group))
             found.append(Block(match[group], line, frozenset(classes) - {"python"}))
         return found
 
 
-def run(page: Page) -> dict[str, Any]:
-    """Runs a page's program; a line in a traceback is the page's line."""
+def run(page: Page, *, peers: bool = False) -> dict[str, Any]:
+    """Runs a page's program; a line in a traceback is the page's line.
+
+    **Arguments:**
+
+    - `peers`: with the blocks that need other libraries, which must be installed;
+        otherwise those are left out.
+    """
     names: dict[str, Any] = {"__name__": page.path.stem}
     for block in page.blocks:
-        if block.classes & _NOT_HERE:
+        if block.classes & _NOT_HERE or (block.classes and not peers):
             continue
-        for module in sorted(block.classes):
-            pytest.importorskip(module)
         padded = "\n" * block.line + block.code
         exec(compile(padded, str(page.path), "exec"), names)
     return names

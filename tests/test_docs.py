@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import jax
 import pytest
 from helpers import REPOSITORY
 from pages import Page, run
@@ -24,6 +25,18 @@ def elsewhere(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore::eqaccum.EqaccumWarning")
 def test_the_programs_of_a_page_run(page):
     run(Page(page))
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if Page(p).peers], ids=lambda p: p.stem
+)
+@pytest.mark.filterwarnings("default")  # the peers' own
+def test_the_same_program_elsewhere(page, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    for module in sorted(Page(page).peers):
+        pytest.importorskip(module, exc_type=ImportError)
+    with jax.numpy_rank_promotion("allow"):  # Keras relies on it
+        run(Page(page), peers=True)
 
 
 def test_a_failing_program_is_seen(tmp_path):
