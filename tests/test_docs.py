@@ -23,6 +23,7 @@ def elsewhere(tmp_path, monkeypatch):
     "page", [p for p in PAGES if Page(p).blocks], ids=lambda p: p.stem
 )
 @pytest.mark.filterwarnings("ignore::eqaccum.EqaccumWarning")
+@pytest.mark.timeout(400)  # the cookbook compiles a score of programs
 def test_the_programs_of_a_page_run(page):
     run(Page(page))
 
