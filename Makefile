@@ -7,6 +7,9 @@
 #   make bench         a step beside the other ways of writing it (a quarter of an hour)
 #   make bench-loop    what the loop around the programs costs (ten minutes)
 #   make bench-fastest does "fastest" find the fastest microbatch? (ten minutes)
+#   make bench-growth  time against passes, planning against size (a quarter of an hour)
+#   make bench-streaming  data on disk against data in memory (ten minutes)
+#   make bench-gpu     the step and the plan's truth on a GPU, if there is one (8 minutes)
 #   make bench-plan    are plans true, and the best? (35 minutes; ARGS=--resume goes on)
 #   make bench-plan-live  a hundred plans, each run under a real limit (half an hour)
 #   make check         lint, format, types, import directions, the documentation
@@ -24,7 +27,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 UPGRADE ?=
 
-.PHONY: bench-loop bench-fastest quickstart test test-kills test-limits test-lowered bench bench-plan bench-plan-live check docs dist \
+.PHONY: bench-growth bench-streaming bench-gpu bench-loop bench-fastest quickstart test test-kills test-limits test-lowered bench bench-plan bench-plan-live check docs dist \
   changelog format lock clean
 
 quickstart: $(VENV)/.run
@@ -50,6 +53,15 @@ bench-loop: $(VENV)/.dev
 
 bench-fastest: $(VENV)/.dev
 	$(BIN)/python benchmarks/fastest.py $(ARGS)
+
+bench-growth: $(VENV)/.dev
+	$(BIN)/python benchmarks/growth.py $(ARGS)
+
+bench-streaming: $(VENV)/.dev
+	$(BIN)/python benchmarks/streaming.py $(ARGS)
+
+bench-gpu: $(VENV)/.dev
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 bench-plan: $(VENV)/.dev
 	$(BIN)/python benchmarks/plan.py peak best $(ARGS)
