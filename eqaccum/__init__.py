@@ -9,7 +9,9 @@ from ._accumulate import batched as batched, shared_key as shared_key
 from ._coupled import MemoryBank as MemoryBank, coupled as coupled
 from ._doors import (
     CheckReport as CheckReport,
+    Machine as Machine,
     check as check,
+    doctor as doctor,
     evaluate as evaluate,
     make_step as make_step,
     plan as plan,

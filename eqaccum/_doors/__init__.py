@@ -5,6 +5,7 @@ from ._check import (
     check as check,
     self_test as self_test,
 )
+from ._doctor import Machine as Machine, doctor as doctor
 from ._evaluate import (
     Evaluation as Evaluation,
     evaluate as evaluate,

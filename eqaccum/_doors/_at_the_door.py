@@ -17,7 +17,8 @@ def at_the_door(fn: _F) -> _F:
     """Checks the arguments against the annotations before the call.
 
     The check is over when `fn` runs: a jaxtyping scope held open around user code would
-    bind its axis names to the first microbatch.
+    bind its axis names to the first microbatch. An exception leaves with the frames of
+    the user's code.
     """
     signature = inspect.signature(fn)
     hints = {
@@ -35,6 +36,10 @@ def at_the_door(fn: _F) -> _F:
         for name, value in given.items():
             if name in hints and not is_bearable(value, hints[name]):
                 raise _errors.wrong_type(fn.__name__, name, value, hints[name])
-        return fn(*args, **kwargs)
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            _errors.shorten(error)
+            raise
 
     return door  # type: ignore[return-value]

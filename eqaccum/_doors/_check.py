@@ -1,5 +1,6 @@
 """`check`: whether a loss's gradient is the same however the batch is cut."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -164,13 +165,12 @@ def check(
 
 def _report(subject: Subject) -> CheckReport:
     """The full test, in float64 unless the loss cannot be computed so."""
-    try:
-        with jax.enable_x64(True):
-            ready = prepared(subject.in_float64())
-            return _verdict(ready, compare(ready, all_cuts(subject)))
-    except Exception:  # float32 by name somewhere: the user's own errors come again
-        ready = prepared(subject)
+    # It fails with float32 by name somewhere; the user's own errors come again.
+    with contextlib.suppress(Exception), jax.enable_x64(True):
+        ready = prepared(subject.in_float64())
         return _verdict(ready, compare(ready, all_cuts(subject)))
+    ready = prepared(subject)
+    return _verdict(ready, compare(ready, all_cuts(subject)))
 
 
 def _verdict(ready: Prepared, found: Comparison) -> CheckReport:

@@ -41,6 +41,9 @@ _IGNORED_BY_PLAN = (
     "validation",
     "validate_every",
     "callbacks",
+    "checkpoint",
+    "save_every",
+    "resume",
 )
 
 # A plan does not depend on the length of an optimizer's schedule.

@@ -79,6 +79,7 @@ def value_and_grad(
         raise _errors.bank_without_step()
     options = Options(has_aux, axis_name)
 
+    @_errors.short_tracebacks
     def call(
         model: PyTree,
         batch: PyTree,

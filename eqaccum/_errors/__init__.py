@@ -53,6 +53,15 @@ from ._checkpoint import (
     other_run as other_run,
     run_exists as run_exists,
 )
+from ._cli import (
+    bad_target as bad_target,
+    cannot_draw as cannot_draw,
+    no_function as no_function,
+    no_global_batch as no_global_batch,
+    no_module as no_module,
+    setup_names as setup_names,
+    setup_returned as setup_returned,
+)
 from ._conv import rewritten_for_running as rewritten_for_running
 from ._data import (
     THE_ARRAY as THE_ARRAY,
@@ -101,6 +110,7 @@ from ._exceptions import (
     PlanError as PlanError,
     StepError as StepError,
 )
+from ._frames import short_tracebacks as short_tracebacks, shorten as shorten
 from ._loss import (
     LossShapeError as LossShapeError,
     aux_integer as aux_integer,

@@ -98,6 +98,7 @@ class Step:
         self._trials.clear()
         self._watches.clear()
 
+    @_errors.short_tracebacks
     def init(
         self,
         model: PyTree,
@@ -205,6 +206,7 @@ class Step:
 
     # --- one step -----------------------------------------------------------------
 
+    @_errors.short_tracebacks
     def __call__(
         self, train: Own[TrainState, ...], batch: PyTree, *, weights: Any = None
     ) -> tuple[TrainState, Metrics]:
