@@ -74,6 +74,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --warnings
 	$(BIN)/python -m pytest --quiet tests/test_layers.py
+	$(BIN)/python -m pytest --quiet -m slow tests/test_typing.py
 	$(MAKE) --no-print-directory docs
 
 docs: $(VENV)/.dev

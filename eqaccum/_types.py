@@ -1,7 +1,7 @@
 """The words of the library: what a loss returns and what a step gives back."""
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import equinox as eqx
 import jax
@@ -23,6 +23,10 @@ else:
 
         def __class_getitem__(cls, types: Any) -> Any:
             return Any
+
+
+# The user's own type of model: what goes in comes out again.
+Model = TypeVar("Model")
 
 
 class Mean(eqx.Module):
@@ -176,7 +180,7 @@ class Structure(eqx.Module):
     optimizer: Partition = eqx.field(static=True)
 
 
-class TrainState(eqx.Module):
+class TrainState(eqx.Module, Generic[Model]):
     """Everything that a step carries.
 
     It is a pytree of arrays, so `eqx.tree_serialise_leaves` saves it. A step consumes
@@ -212,7 +216,7 @@ class TrainState(eqx.Module):
     structure: Structure
 
     @property
-    def model(self) -> Any:
+    def model(self) -> Model:
         return self.structure.model.join(self.trainable_leaves, self.frozen_leaves)
 
     @property

@@ -52,7 +52,7 @@ def main():
     )
     print(result.plan)
 
-    predicted = jax.vmap(result.model)(x_test).argmax(axis=1)
+    predicted = jax.vmap(result.model)(jax.numpy.asarray(x_test)).argmax(axis=1)
     accuracy = float(np.mean(predicted == y_test))
     print(f"\n{accuracy:.1%} of {len(y_test)} held-out digits read correctly")
     if accuracy < 0.95:

@@ -26,6 +26,7 @@ from .._doors import (
 )
 from .._plan import Plan
 from .._step import Step, check_values, choose_optimizer, refuse_uncalled
+from .._types import Model
 from ._length import Length, count, run_length
 from ._record import Cutting
 from ._result import FitResult
@@ -35,7 +36,7 @@ from ._run import Run, check_callbacks
 
 @at_the_door
 def fit(
-    model: PyTree,
+    model: Model,
     data: Any,
     *,
     global_batch: Own[int, ...],
@@ -71,7 +72,7 @@ def fit(
     progress: bool | None = None,
     cache: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
-) -> FitResult:
+) -> FitResult[Model]:
     """Trains a model with one optimizer update per global batch, on whatever fits.
 
     **Main arguments:**

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 import equinox as eqx
 import jax
@@ -12,15 +12,30 @@ from jaxtyping import PyTree
 from .. import _errors
 from .._doors import at_the_door
 from .._tree import Role, partition
-from .._types import Own, TrainState
+from .._types import Model, Own, TrainState
 from ._checkpoint import directory, find, save_state
 from ._leaves import check_same, check_train, put_back, specs_of
+
+
+@overload
+def load(
+    path: Own[str | os.PathLike, ...], model: Model, *, state: None = None
+) -> Model: ...
+
+
+@overload
+def load(
+    path: Own[str | os.PathLike, ...],
+    model: Model,
+    *,
+    state: Own[eqx.nn.State, ...],
+) -> tuple[Model, eqx.nn.State]: ...
 
 
 @at_the_door
 def load(
     path: Own[str | os.PathLike, ...],
-    model: PyTree,
+    model: Any,
     *,
     state: Own[eqx.nn.State | None, ...] = None,
 ) -> Any:
@@ -123,8 +138,8 @@ def save(path: Own[str | os.PathLike, ...], train: Own[TrainState, ...]) -> None
 
 @at_the_door
 def restore(
-    path: Own[str | os.PathLike, ...], *, like: Own[TrainState, ...]
-) -> TrainState:
+    path: Own[str | os.PathLike, ...], *, like: Own[TrainState[Model], ...]
+) -> TrainState[Model]:
     """A `TrainState` as it was saved, bit for bit.
 
     **Arguments:**

@@ -1,21 +1,21 @@
 """`FitResult`: what a run gives back."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
 
 import equinox as eqx
 import numpy as np
 
 from .. import _errors
 from .._plan import Plan, html_table
-from .._types import TrainState
+from .._types import Model, TrainState
 from ._history import VALIDATION, History
 
 VALIDATION_LOSS = f"{VALIDATION}loss"
 
 
 @dataclass(frozen=True)
-class FitResult:
+class FitResult(Generic[Model]):
     """The trained state, what happened, and the plan.
 
     **Attributes:**
@@ -33,12 +33,12 @@ class FitResult:
         ```
     """
 
-    train: TrainState
+    train: TrainState[Model]
     history: History
     plan: Plan
 
     @property
-    def model(self) -> Any:
+    def model(self) -> Model:
         return self.train.model
 
     @property

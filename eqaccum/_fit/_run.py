@@ -12,7 +12,7 @@ from .._accumulate import check_labels
 from .._data import Batch, Source, epoch_order
 from .._doors import Evaluation, SelfTest
 from .._plan import Plan
-from .._step import Placed, Step
+from .._step import Placed, Step, region
 from .._types import Metrics, TrainState
 from ._checkpoint import Checkpoints
 from ._history import VALIDATION, History
@@ -124,7 +124,8 @@ class Run:
 
     def _save(self, checkpoints: Checkpoints) -> None:
         self.step.wait(self.train)  # an update that failed shows here, by name
-        checkpoints.save(self.train, self.history, self._plan, self.step.trial)
+        with region("checkpoint"):
+            checkpoints.save(self.train, self.history, self._plan, self.step.trial)
 
     def _save_due(self, metrics: Metrics, *, epoch_ended: bool) -> None:
         """A checkpoint where one is due; what the one before met is raised."""
@@ -204,7 +205,8 @@ class Run:
             due = self.train.step % self.validate_every == 0
         if not due:
             return None
-        values = self.validation(self.train.model, self.train.state)
+        with region("validate"):
+            values = self.validation(self.train.model, self.train.state)
         self.history.add_validation(self.train.step, values)
         return values
 
@@ -216,7 +218,8 @@ class Run:
         info = Info(step, epoch, metrics, validation, self.history, self.train)
         for callback in self.callbacks:
             if step % getattr(callback, "every", 1) == 0:
-                stop = callback(info) is True or stop
+                with region("callback"):
+                    stop = callback(info) is True or stop
         return stop
 
     @staticmethod

@@ -1,4 +1,4 @@
-from ._compile import forget as forget
+from ._compile import forget as forget, region as region
 from ._forward import Forward as Forward
 from ._launch import Pending as Pending, Placed as Placed
 from ._optimizer import (

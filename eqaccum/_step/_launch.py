@@ -14,6 +14,7 @@ from .._data import Batch, Slots as Laid, slots
 from .._mesh import Placement
 from .._types import TrainState
 from ._buffers import Buffers
+from ._compile import region
 from ._planner import Ready, tail_programs
 from ._programs import Finished
 
@@ -112,10 +113,12 @@ class Launcher:
         shape = (cut.num_microbatches, cut.devices * cut.microbatch)
         part = slice(number * cut.window, (number + 1) * cut.window)
         slots = part if cut.places is None else cut.places
-        taken = batch.take(laid.order[slots])
+        with region("gather"):
+            taken = batch.take(laid.order[slots])
         place = self.placement.place_rows
-        rows = place([leaf.reshape(*shape, *leaf.shape[1:]) for leaf in taken])
-        (weights,) = place([laid.weights[slots].reshape(shape)])
+        with region("place"):
+            rows = place([leaf.reshape(*shape, *leaf.shape[1:]) for leaf in taken])
+            (weights,) = place([laid.weights[slots].reshape(shape)])
         left = cut.passes(laid.last) - number * cut.num_microbatches
         return Window(rows, weights, min(left, cut.num_microbatches))
 

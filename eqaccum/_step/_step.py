@@ -16,10 +16,10 @@ from .._accumulate import run_key
 from .._data import Batch, Layout, batch_of
 from .._plan import Plan, format_bytes, is_out_of_memory
 from .._tree import Partition
-from .._types import Metrics, Own, Structure, TrainState
+from .._types import Metrics, Model, Own, Structure, TrainState
 from . import _optimizer
 from ._buffers import Buffers
-from ._compile import keep
+from ._compile import keep, region
 from ._culprits import find_culprits
 from ._ema import with_ema
 from ._fastest import Trial, start_trial
@@ -101,11 +101,11 @@ class Step:
     @_errors.short_tracebacks
     def init(
         self,
-        model: PyTree,
+        model: Model,
         key: Any = None,
         *,
         state: Own[eqx.nn.State | None, ...] = None,
-    ) -> TrainState:
+    ) -> TrainState[Model]:
         """A fresh `TrainState`; the model is copied, the user's stays usable.
 
         **Arguments:**
@@ -208,8 +208,8 @@ class Step:
 
     @_errors.short_tracebacks
     def __call__(
-        self, train: Own[TrainState, ...], batch: PyTree, *, weights: Any = None
-    ) -> tuple[TrainState, Metrics]:
+        self, train: Own[TrainState[Model], ...], batch: PyTree, *, weights: Any = None
+    ) -> tuple[TrainState[Model], Metrics]:
         """One update.
 
         **Arguments:**
@@ -290,7 +290,8 @@ class Step:
             assert placed is not None
             ready, scalars = placed.ready, pending.finished.scalars
             try:
-                ok = bool(scalars.ok)
+                with region("wait"):
+                    ok = bool(scalars.ok)
                 break
             except Exception as error:
                 smaller = self._smaller(train, placed, error)
