@@ -147,6 +147,19 @@ class Metrics(eqx.Module):
     - `aux`: the auxiliary outputs, reduced, or None.
     - `grad_metrics`: what `grad_metrics=` returned for the finished gradient, or None.
 
+    With `noise_scale=True`, else None; nan where one pass holds the whole batch:
+
+    - `noise_scale`: the batch size, in examples, at which the gradient's noise is as
+        large as the gradient itself: `grad_variance / grad_square`, each averaged over
+        the steps so far (decay 0.99, kept in `TrainState`). It is nan while the average
+        of the second is not positive.
+    - `grad_variance`: of this step alone, an unbiased estimate of the trace of the
+        covariance of one example's gradient; can be negative where the passes weigh
+        unequally.
+    - `grad_square`: an unbiased estimate of the squared norm of the expected gradient;
+        negative in many steps where noise dominates.
+    - `loss_spread`: the standard deviation of the passes' losses, by their weights.
+
     !!! Example
 
         ```python
@@ -163,6 +176,10 @@ class Metrics(eqx.Module):
     skipped: bool
     aux: Any
     grad_metrics: Any = None
+    noise_scale: Any = None
+    grad_variance: Any = None
+    grad_square: Any = None
+    loss_spread: Any = None
 
 
 class Averaged(eqx.Module):
@@ -193,6 +210,8 @@ class TrainState(eqx.Module, Generic[Model]):
     - `bank_leaves`: the rows of a `MemoryBank`, there from the first step on (or from
         `init`, where a plan is made already); empty without one.
     - `ema`: the model with the averaged parameters, None without `ema=`.
+    - `noise_leaves`: with `noise_scale=True` the moving averages of `grad_square` and
+        `grad_variance`, in one array that begins at 0; else empty.
     - `step`: completed updates; `batch_index`: batches seen, skipped ones too.
     - `key`: the run's PRNG key, as key data.
 
@@ -213,6 +232,7 @@ class TrainState(eqx.Module, Generic[Model]):
     key: np.ndarray
     step_count: np.ndarray
     batch_count: np.ndarray
+    noise_leaves: list[Array]
     structure: Structure
 
     @property

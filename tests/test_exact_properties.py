@@ -1,13 +1,15 @@
 """Properties of the accumulated gradient, over drawn sizes, weights and losses.
 
-The losses are quadratic, so the right answer is a line of numpy in float64. The
-profile `nightly` draws 2,000 examples of what needs no compilation.
+Most losses are quadratic, so the right answer is a line of numpy in float64. The
+profile `nightly` (`make test-properties`) draws 2,000 examples of what needs no
+compilation and some hundreds of the rest.
 """
 
 import functools
 import os
 from typing import Any
 
+import contrastive
 import equinox as eqx
 import hypothesis
 import hypothesis.strategies as st
@@ -16,16 +18,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference
 from hypothesis.extra import numpy as hnp
-from reference import Counter, recorder
+from jax.sharding import Mesh
+from reference import (
+    KINDS,
+    Counter,
+    assert_same_kind,
+    flat,
+    full_batch,
+    make,
+    recorder,
+)
 
 import eqaccum
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 # Draws that run compiled programs, and draws that compile their own.
 few = hypothesis.settings(max_examples=500 if NIGHTLY else 6)
+fresh = hypothesis.settings(max_examples=150 if NIGHTLY else 2)
 many = hypothesis.settings(
-    max_examples=2000 if NIGHTLY else 40,
+    max_examples=2000 if NIGHTLY else 25,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 pytestmark = pytest.mark.timeout(7200 if NIGHTLY else 120)
@@ -118,14 +131,19 @@ def scale_of(batch):
     return 1 + float(np.abs(batch["y"]).max()) ** 2
 
 
+def mesh_of(devices):
+    return Mesh(np.array(jax.devices()[:devices]), ("data",))
+
+
 @functools.cache
-def step_of(name, rows, microbatch):
+def step_of(name, rows, microbatch, devices=1):
     """One step for many draws; it does not change the model."""
     return eqaccum.make_step(
         LOSSES[name],
         recorder(),
         global_batch=rows,
         microbatch=microbatch,
+        mesh=mesh_of(devices),
         has_aux=True,
     )
 
@@ -134,19 +152,22 @@ def step_of(name, rows, microbatch):
 
 
 @pytest.mark.parametrize(
-    "name,rows,microbatch",
+    "name,rows,microbatch,devices",
     [
-        ("scalar", 9, 2),
-        ("mean", 6, 6),
-        ("means", 7, 3),
+        ("scalar", 9, 2, 1),
+        ("mean", 6, 6, 1),
+        ("means", 7, 3, 1),
+        ("mean", 11, 2, 2),
+        ("scalar", 7, 3, 3),
+        ("means", 10, 1, 4),
     ],
 )
 @many
 @hypothesis.given(data=st.data())
-def test_any_rows_and_weights(name, rows, microbatch, data):
+def test_any_rows_and_weights(name, rows, microbatch, devices, data):
     """Batches of 1 to N rows, any weights, NaN where the weight is 0."""
     batch = data.draw(batches(most=rows))
-    step = step_of(name, rows, microbatch)
+    step = step_of(name, rows, microbatch, devices)
     train = step.init(MODEL, state=STATE)
     train, metrics = step(train, poisoned(batch), weights=batch["weights"])
     (loss, gradient), total = answer(name, batch)
@@ -161,7 +182,7 @@ def test_any_rows_and_weights(name, rows, microbatch, data):
     last = int(np.flatnonzero(batch["weights"])[-1])
     passes = step.plan.num_microbatches
     # Passes after the last row that counts are not run, so they count no call.
-    ran = 1 if passes == 1 else last // step.plan.microbatch + 1
+    ran = 1 if passes == 1 else last // (devices * step.plan.microbatch) + 1
     assert int(train.state.get(MODEL.counter.index)) == ran
 
 
@@ -215,6 +236,68 @@ def test_any_size_and_microbatch(batch, microbatch, name):
     (want, want_gradient), _ = answer(name, batch)
     assert_close(gradient, want_gradient, scale_of(batch))
     assert_close(value, want, scale_of(batch))
+
+
+COUPLED = eqaccum.coupled(contrastive.embed_with_dropout, contrastive.head)
+
+
+@fresh
+@hypothesis.given(
+    name=st.sampled_from([*KINDS, "coupled"]),
+    rows=st.integers(1, 12),
+    missing=st.integers(0, 5),
+    microbatch=st.integers(1, 12),
+    devices=st.integers(1, 4),
+    weights=st.sampled_from(reference.WEIGHTS),
+    wide=st.booleans(),
+)
+def test_any_loss_on_any_devices(
+    name, rows, missing, microbatch, devices, weights, wide
+):
+    """Every loss kind, in float32 and float64, also of a short batch."""
+    present = max(1, rows - missing)
+    w = reference.weights_of(present, weights)
+    key = jax.random.key(5)
+    dtype = np.float64 if wide else np.float32
+    with jax.enable_x64(wide):
+        model, state, batch, loss = _of_kind(name, present, dtype)
+        step = eqaccum.make_step(
+            loss,
+            recorder(),
+            global_batch=rows,
+            microbatch=microbatch,
+            mesh=mesh_of(devices),
+            has_aux=name in KINDS and KINDS[name].has_aux,
+        )
+        train = step.init(model, key, state=state)
+        train, metrics = step(train, batch, weights=w)
+        step_key = jax.random.fold_in(key, 0)
+        if name in KINDS:
+            want = full_batch(KINDS[name], model, batch, w, step_key)
+        else:
+            masks = np.asarray(contrastive.dropout_masks(step_key, present))
+            want = contrastive.full(model, batch, w, masks=masks)
+        tolerance = 1e-12 if wide else 2e-6
+        assert_same_kind(train.opt_state, want[1])
+        size = max(np.linalg.norm(flat(want[1])), 1e-3)
+        distance = np.linalg.norm(flat(train.opt_state) - flat(want[1]))
+        assert distance <= tolerance * size
+        assert abs(float(metrics.loss) - float(want[0])) <= tolerance * max(
+            abs(float(want[0])), 1
+        )
+
+
+def _of_kind(name, rows, dtype):
+    """(model, state, batch, loss)"""
+    if name == "coupled":
+        model = contrastive.Towers(dtype=dtype)
+        return model, None, contrastive.rows_of(rows, dtype), COUPLED
+    kind = KINDS[name]
+    model_dtype = dtype
+    if kind.model is reference.Complex:
+        model_dtype = np.complex128 if dtype == np.float64 else np.complex64
+    model, state = make(kind, model_dtype)
+    return model, state, reference.batch_of(rows, dtype), kind.loss
 
 
 TERMS = st.tuples(

@@ -4,6 +4,7 @@ from ._additive import (
     split_keys as split_keys,
     trace_passes as trace_passes,
     wide_products as wide_products,
+    with_spread as with_spread,
     zeros as zeros,
 )
 from ._aux import (
@@ -39,6 +40,17 @@ from ._keys import (
     example_keys as example_keys,
     run_key as run_key,
     wrap_key as wrap_key,
+)
+from ._noise import (
+    DECAY as DECAY,
+    Noise as Noise,
+    common_sum as common_sum,
+    noise_of as noise_of,
+    noise_scale as noise_scale,
+    over_devices as over_devices,
+    smoothed as smoothed,
+    spread_struct as spread_struct,
+    squared_norm as squared_norm,
 )
 from ._reads import Reading as Reading, read_forward as read_forward
 from ._records import (

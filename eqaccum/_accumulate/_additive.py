@@ -1,5 +1,6 @@
 """Losses that are sums over examples: each pass adds its own gradient."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from jaxtyping import Array, Int, PyTree, UInt32
 from . import _keys
 from ._conv import channels_last
 from ._jaxpr import walk
+from ._noise import spread_of, spread_struct
 from ._records import (
     Arguments,
     Batch,
@@ -34,6 +36,7 @@ class AdditivePasses(Passes):
 
     forward: Traced
     gradient: Traced
+    noise: bool = False  # whether to tell how the passes differ
 
     def accumulate(
         self,
@@ -64,7 +67,8 @@ class AdditivePasses(Passes):
                 keys[1],
                 ratios,
             )
-            return Sums(*self.gradient(captured, inputs))
+            sums = Sums(*self.gradient(captured, inputs))
+            return with_spread(sums, ratios, weights) if self.noise else sums
 
         return run(one, cut, batch, self._start(state, batch, before))
 
@@ -105,7 +109,7 @@ class AdditivePasses(Passes):
         return ForwardPasses(
             parameters=self.parameters,
             gradient_structs=[],
-            outputs=self.outputs,
+            outputs=dataclasses.replace(self.outputs, spread=None),
             aux_spec=self.aux_spec,
             captured=self.forward.captured,
             jaxprs=(self.forward.jaxpr,),
@@ -122,7 +126,12 @@ class AdditivePasses(Passes):
         return Sums(
             zeros(self.gradient_structs),
             PassOutputs(
-                zeros(out.totals), zeros(out.weights), state, zeros(out.aux_sums), []
+                zeros(out.totals),
+                zeros(out.weights),
+                state,
+                zeros(out.aux_sums),
+                [],
+                zeros(out.spread),
             ),
         )
 
@@ -191,6 +200,7 @@ def trace_additive(
     *,
     axis_env: list[tuple[str, int]],
     rewrite_convolutions: bool,
+    noise: bool = False,
 ) -> AdditivePasses:
     """Traces a pass on structs.
 
@@ -201,6 +211,7 @@ def trace_additive(
     - `inputs`: structs; `ratios` is filled in here.
     - `axis_env`: mesh axes in scope, as `(name, size)`.
     - `rewrite_convolutions`: channels-last convolutions, for loops on CPU.
+    - `noise`: tell how the gradients and losses of the passes differ.
     """
     forward, outputs, aux_spec, left = trace_forward(
         spec, loss, inputs, axis_env=axis_env
@@ -216,6 +227,8 @@ def trace_additive(
     if rewrite_convolutions:
         rewritten = channels_last(gradient.jaxpr)
         gradient = Traced(rewritten, gradient.captured, gradient.out_tree)
+    if noise:
+        outputs = dataclasses.replace(outputs, spread=spread_struct(shapes[0], outputs))
     return AdditivePasses(
         parameters=inputs.arguments.trainable,
         gradient_structs=shapes[0],
@@ -226,6 +239,7 @@ def trace_additive(
         left=left + more,
         forward=forward,
         gradient=gradient,
+        noise=noise,
     )
 
 
@@ -241,8 +255,15 @@ def wide_products(passes: Passes, dtype: Any) -> list[str]:
     return wide
 
 
-def zeros(structs: list[Any]) -> list[Array]:
-    return [jnp.zeros(s.shape, s.dtype) for s in structs]
+def with_spread(sums: Sums, ratios: list[Array], row_weights: Array) -> Sums:
+    """The sums of one pass, and what it tells of the gradient's noise."""
+    spread = spread_of(sums.gradients, sums.outputs, ratios, row_weights)
+    outputs = dataclasses.replace(sums.outputs, spread=spread)
+    return Sums(sums.gradients, outputs)
+
+
+def zeros(structs: Any) -> Any:
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), structs)
 
 
 def split_keys(

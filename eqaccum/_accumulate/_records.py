@@ -63,13 +63,17 @@ class PassInputs:
 
 @record
 class PassOutputs:
-    """What one pass adds up (totals, weights, sums), carries on and lays down."""
+    """What one pass adds up (totals, weights, sums), carries on and lays down.
+
+    `spread` is there where the gradient's noise is asked for.
+    """
 
     totals: list[Any]
     weights: list[Any]
     state: list[Any]
     aux_sums: list[Any]
     aux_rows: list[Any]
+    spread: Any = None  # a `Spread` in one array
 
 
 @record
@@ -136,6 +140,12 @@ class Cut:
     def in_order(self, leaf: Any) -> Any:
         """What is listed for each slot, listed for each row."""
         return leaf if self.places is None else leaf[np.argsort(self.places)]
+
+    @property
+    def independent(self) -> int:
+        """How many parts of the global batch have a gradient of their own."""
+        rounds = self.num_microbatches // self._passes_of_group
+        return self.windows * self.devices * rounds
 
     @property
     def _passes_of_group(self) -> int:
@@ -249,6 +259,10 @@ class Form(eqx.Module):
         self, num_microbatches: int, *, rows: int, devices: int, axis_name: str | None
     ) -> Cut:
         """How so many passes cut the global batch."""
+
+    @abc.abstractmethod
+    def check_noise_scale(self) -> None:
+        """Refuses to tell the gradient's noise where its passes are not independent."""
 
     @abc.abstractmethod
     def check_arguments(self, *, has_state: bool) -> None:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ._noise import both
 from ._records import Batch, Cut, PassOutputs, Sums
 
 
@@ -85,5 +86,6 @@ def _added(sums: Sums, out: Sums) -> Sums:
             new.state,
             add(old.aux_sums, new.aux_sums),
             [],
+            both(old.spread, new.spread),
         ),
     )

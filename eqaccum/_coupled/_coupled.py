@@ -49,6 +49,12 @@ class Coupled(Form):
         if self.bank is not None and devices > 1:
             raise _errors.bank_on_devices(devices)
 
+    def check_noise_scale(self) -> None:
+        if self.group is None:
+            raise _errors.noise_of_whole_batch()
+        if self.bank is not None:
+            raise _errors.noise_with_bank()
+
     def passes(self, *, rows: int, devices: int) -> Sequence[int] | None:
         if self.group is None:
             return None

@@ -22,6 +22,8 @@ from .._accumulate import (
     Traced,
     run,
     split_keys,
+    spread_struct,
+    with_spread,
     zeros,
 )
 from ._bank import MemoryBank
@@ -66,6 +68,7 @@ class GroupPasses(Passes):
     block: Traced
     head: Traced
     embeddings: list[jax.ShapeDtypeStruct]
+    noise: bool  # whether to tell how the rounds differ
     without_gradient: Callable[[], GroupForward]
 
     def accumulate(
@@ -79,7 +82,7 @@ class GroupPasses(Passes):
         ratios: list[Array],
         before: Sums | None = None,
     ) -> Sums:
-        rounds = _Rounds(self, self.shape, self.block, self.memory, cut)
+        rounds = _Rounds(self, self.shape, self.block, self.memory, cut, self.noise)
         return rounds.run(captured, arguments, state, batch)
 
     def weigh(self, cut: Cut, **shared: Any) -> list[Array]:
@@ -111,6 +114,7 @@ class _Rounds:
     block: Traced
     memory: MemoryBank | None
     cut: Cut
+    noise: bool = False
 
     def run(
         self,
@@ -146,7 +150,8 @@ class _Rounds:
                 held = self.memory.pushed(held, out.leaves, own)
             after = [*out.outputs.state, *held]
             outputs = eqx.tree_at(lambda o: o.state, out.outputs, after)
-            return Sums(out.gradients, outputs)
+            sums = Sums(out.gradients, outputs)
+            return with_spread(sums, [], weights) if self.noise else sums
 
         start = self._zeros(state)
         rounds, cut = self._in_rounds(batch)
@@ -192,7 +197,12 @@ class _Rounds:
         return Sums(
             zeros(self.passes.gradient_structs),
             PassOutputs(
-                zeros(out.totals), zeros(out.weights), state, zeros(out.aux_sums), []
+                zeros(out.totals),
+                zeros(out.weights),
+                state,
+                zeros(out.aux_sums),
+                [],
+                zeros(out.spread),
             ),
         )
 
@@ -206,6 +216,7 @@ def trace_groups(
     memory: MemoryBank | None,
     axis_env: list[tuple[str, int]],
     rewrite_convolutions: bool,
+    noise: bool = False,
 ) -> GroupPasses:
     """Traces one round on structs; see `trace_additive`."""
     shape = Shape.of(group, inputs.weights.shape[0])
@@ -228,10 +239,14 @@ def trace_groups(
             block=block,
         )
 
+    outputs = parts.laid(out.outputs)
+    if noise:
+        spread = spread_struct(out.gradients, outputs)
+        outputs = dataclasses.replace(outputs, spread=spread)
     return GroupPasses(
         parameters=inputs.arguments.trainable,
         gradient_structs=out.gradients,
-        outputs=parts.laid(out.outputs),
+        outputs=outputs,
         aux_spec=parts.aux_spec,
         captured=block.captured,
         jaxprs=(block.jaxpr,),
@@ -244,5 +259,6 @@ def trace_groups(
         block=block,
         head=parts.head,
         embeddings=parts.embedded.leaves,
+        noise=noise,
         without_gradient=without_gradient,
     )

@@ -234,8 +234,10 @@ def trace_whole(
     rows: int,
     axis_env: list[tuple[str, int]],
     rewrite_convolutions: bool,
+    noise: bool = False,
 ) -> WholePasses:
     """Traces embed, head and pull-back on structs; see `trace_additive`."""
+    assert not noise, "refused by `Coupled.check_noise_scale`"
     embedding = Embedding(spec)
     embed, embedded, left = trace(embedding, [], inputs, axis_env=axis_env)
     scale = scale_struct(embed)

@@ -34,6 +34,7 @@ def make_step(
     compute_dtype: Any = None,
     mesh: Mesh | None = None,
     nonfinite: Own[str, ...] = "raise",
+    noise_scale: bool = False,
     grad_metrics: Own[Callable | None, ...] = None,
     ema: Own[float | None, ...] = None,
     axis_name: str = "batch",
@@ -66,6 +67,9 @@ def make_step(
     - `compute_dtype`: the floating leaves of the model are cast to it inside the loss.
     - `mesh`: a mesh with an axis `"data"`; None: all devices of the job.
     - `nonfinite`: `"raise"`, `"skip"` (nothing is updated) or `"ignore"`.
+    - `noise_scale`: estimate the gradient noise scale (McCandlish et al. 2018,
+        arXiv:1812.06162) from the passes of each step, which are at least two then;
+        see `Metrics`.
     - `grad_metrics`: a function of the finished gradient (the model's structure, None
         where nothing is trained), before any clipping, that returns a dict of scalars.
     - `ema`: the decay of a moving average of the parameters, on the step's clock:
@@ -111,6 +115,7 @@ def make_step(
         nonfinite=nonfinite,
         grad_metrics=grad_metrics,
         ema=ema,
+        noise_scale=noise_scale,
     )
     if isinstance(loss, Form):
         loss.check_batch(rows=int(global_batch), devices=placement.size)
@@ -134,6 +139,7 @@ def make_step(
             nonfinite=nonfinite,  # type: ignore[arg-type]
             grad_metrics=grad_metrics,
             ema=ema,
+            noise_scale=noise_scale,
             axis_name=axis_name,
             cache=cache,
             compiler_options=compiler_options,

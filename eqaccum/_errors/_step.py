@@ -297,6 +297,29 @@ def bad_ema(value: Any) -> InputError:
     )
 
 
+def noise_of_whole_batch() -> InputError:
+    return InputError(
+        "noise_scale=True compares the gradients of independent parts of the global "
+        "batch, and in a coupled loss over all of it every pass depends on the others. "
+        "Leave noise_scale out, or couple groups of examples: coupled(..., group=n)."
+    )
+
+
+def noise_with_bank() -> InputError:
+    return InputError(
+        "noise_scale=True compares the gradients of independent groups, and with a "
+        "MemoryBank a group's gradient depends on the groups before it. Leave "
+        "noise_scale or bank out."
+    )
+
+
+def nothing_to_compare(rows: int) -> str:
+    return (
+        f"noise_scale=True needs at least two passes, and one holds all {rows:,} rows: "
+        "it is nan. A smaller microbatch= gives it"
+    )
+
+
 def bad_grad_metrics(path: str, value: Any) -> InputError:
     return InputError(
         f"grad_metrics= returned {value!r} ({type(value).__name__}) at "

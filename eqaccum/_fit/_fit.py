@@ -65,6 +65,7 @@ def fit(
     save_every: Own[int | None, ...] = None,
     resume: Own[bool | FitResult, ...] = False,
     nonfinite: Own[str, ...] = "raise",
+    noise_scale: bool = False,
     grad_metrics: Own[Callable | None, ...] = None,
     ema: Own[float | None, ...] = None,
     axis_name: str = "batch",
@@ -131,6 +132,9 @@ def fit(
         from the very start. False refuses a directory that holds a run.
     - `nonfinite`: `"raise"` at a loss or gradient that is not finite, `"skip"` that
         batch, or `"ignore"`.
+    - `noise_scale`: estimate the gradient noise scale (McCandlish et al. 2018,
+        arXiv:1812.06162) from the passes of each step, which are at least two then;
+        see `Metrics`.
     - `grad_metrics`: a function of the finished gradient (the model's structure, None
         where nothing is trained), before any clipping, that returns a dict of scalars.
     - `ema`: the decay of a moving average of the parameters, on the step's clock:
@@ -216,6 +220,7 @@ def fit(
         nonfinite=nonfinite,
         grad_metrics=grad_metrics,
         ema=ema,
+        noise_scale=noise_scale,
         axis_name=axis_name,
         cache=cache,
         compiler_options=compiler_options,

@@ -20,7 +20,8 @@ class History(Mapping[str, np.ndarray]):
 
     Validation has entries of its own: `validation_loss`, ... and `validation_step`.
     Names: `loss`, `penalty`, `grad_norm`, `weight`, `examples`, `skipped`, `seconds`
-    (from one step's wait to the next), `step` (updates completed), `epoch`.
+    (from one step's wait to the next), `step` (updates completed), `epoch`; with
+    `noise_scale=True` `noise_scale`, `grad_variance`, `grad_square`, `loss_spread`.
 
     !!! Example
 
@@ -52,6 +53,9 @@ class History(Mapping[str, np.ndarray]):
             "skipped": metrics.skipped,
             **more,
         }
+        for name in ("noise_scale", "grad_variance", "grad_square", "loss_spread"):
+            if getattr(metrics, name) is not None:
+                entry[name] = getattr(metrics, name)
         for prefix, told in (("aux", metrics.aux), ("grad", metrics.grad_metrics)):
             for name, value in _scalars(told):
                 taken = name in entry or _is_validation(name)

@@ -14,6 +14,7 @@ from .._tree import Role, partition, struct
 from .._types import TrainState
 
 _BANK = "bank_leaves"
+_NOISE = "noise_leaves"
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,19 @@ def check_same(
 
 
 def check_train(like: TrainState, saved: Mapping[str, Spec], *, where: str) -> None:
-    """`check_same` for a whole state. A bank may be empty: it begins so."""
+    """`check_same` for a whole state.
+
+    A bank may be empty: it begins so. The averages of the gradient's noise may be
+    asked for from here on, or no longer.
+    """
     here = {name: spec_of(leaf) for name, leaf in named_leaves(like).items()}
     both = all(any(map(_in_bank, names)) for names in (here, saved))
-    check_same(
-        {n: s for n, s in here.items() if both or not _in_bank(n)},
-        {n: s for n, s in saved.items() if both or not _in_bank(n)},
-        where=where,
-    )
+
+    def compared(specs: Mapping[str, Spec]) -> dict[str, Spec]:
+        names = [n for n in specs if not _of_noise(n) and (both or not _in_bank(n))]
+        return {name: specs[name] for name in names}
+
+    check_same(compared(here), compared(saved), where=where)
 
 
 def put_back(like: TrainState, values: Mapping[str, np.ndarray]) -> TrainState:
@@ -104,13 +110,18 @@ def put_back(like: TrainState, values: Mapping[str, np.ndarray]) -> TrainState:
     """
     bank = [leaf for name, leaf in values.items() if _in_bank(name)]
     first = like.trainable_leaves[0]
-    like = dataclasses.replace(like, bank_leaves=[])
+    noise = [
+        placed_like(values.get(name, np.zeros(leaf.shape, leaf.dtype)), leaf)
+        for name, leaf in named_leaves(like).items()
+        if _of_noise(name)
+    ]
+    like = dataclasses.replace(like, bank_leaves=[], noise_leaves=[])
     leaves = [
         placed_like(values[name], leaf) for name, leaf in named_leaves(like).items()
     ]
     train = jax.tree.unflatten(jax.tree.structure(like), leaves)
     bank = [placed_like(leaf, first) for leaf in bank]
-    return dataclasses.replace(train, bank_leaves=bank)
+    return dataclasses.replace(train, bank_leaves=bank, noise_leaves=noise)
 
 
 def placed_like(value: np.ndarray, like: Any) -> Any:
@@ -139,3 +150,7 @@ def is_deleted(leaves: Sequence[Any]) -> bool:
 
 def _in_bank(name: str) -> bool:
     return name.startswith(_BANK + "[")
+
+
+def _of_noise(name: str) -> bool:
+    return name.startswith(_NOISE + "[")

@@ -223,9 +223,17 @@ class Launcher:
             kept,
             outputs,
             summed.ratios,
+            self._averages(train, ready),
         )
         new_state = state if ready.cut.devices == 1 else finished.state
         return Pending(placed, finished, new_state, summed.aux_rows, kept, started)
+
+    def _averages(self, train: TrainState, ready: Ready) -> list[Array]:
+        """Those of the gradient's noise; they begin at 0 where it was not asked for."""
+        wanted = ready.builder.noise_structs
+        if len(train.noise_leaves) == len(wanted):
+            return train.noise_leaves
+        return self.buffers.empty(wanted)
 
 
 def _zeros(ready: Ready) -> PassOutputs:

@@ -24,25 +24,33 @@ from .._accumulate import (
     Cut,
     Form,
     LossSpec,
+    Noise,
     Options,
     Passes,
     PassInputs,
     PassOutputs,
     Sums,
+    common_sum,
     even_cut,
     finish_aux,
     hoist,
+    noise_of,
+    noise_scale,
+    over_devices,
+    smoothed,
+    squared_norm,
     trace_passes,
 )
 from .._data import Layout
 from .._mesh import DATA
 from .._plan import Choices, every_number
 from .._tree import Partition, record, struct
-from .._types import accumulator_dtype, wider
+from .._types import wider
 from . import _optimizer
 from ._compile import Lowered, lower
 from ._settings import Settings, Skeleton, axis_environment
 
+_AVERAGES = jax.ShapeDtypeStruct((2,), jnp.float32)
 _WHOLE = PartitionSpec()
 _BY_ROWS = PartitionSpec(None, DATA)
 
@@ -58,6 +66,8 @@ class Scalars:
     ok: Any
     aux: list[Any]
     grad_metrics: Any
+    noise: Noise | None
+    noise_scale: Any
 
 
 @record
@@ -74,6 +84,7 @@ class Finished:
 
     gradient: list[Any]
     state: list[Any]
+    averages: list[Any]  # of the gradient's noise
     scalars: Scalars
 
 
@@ -110,9 +121,16 @@ class Builder:
         if isinstance(loss, Form):
             passes = loss.passes(rows=rows, devices=devices)
         if passes is None:
-            return every_number(rows, devices)
+            passes = every_number(rows, devices).passes
+        if self.settings.compares:
+            passes = self._compared(passes, windows)
         sizes = [self.cut(k, windows=windows).microbatch for k in passes]
         return Choices(passes, sizes)
+
+    def _compared(self, passes: Sequence[int], windows: int) -> Sequence[int]:
+        """The numbers of passes that leave something to compare, if there are any."""
+        several = [k for k in passes if self.cut(k, windows=windows).independent > 1]
+        return several or passes
 
     def trace(self, cut: Cut) -> Passes:
         """The pass of one microbatch; the user's loss runs under trace here."""
@@ -150,6 +168,7 @@ class Builder:
             rewrite_convolutions=(
                 settings.placement.backend == "cpu" and cut.num_microbatches > 1
             ),
+            noise=settings.noise_scale and not self.forward,
         )
         return passes.forward_only() if self.forward else passes
 
@@ -296,10 +315,11 @@ class Builder:
             kept: list[Array],
             outputs: PassOutputs,
             ratios: list[Array],
+            averages: list[Array],
         ) -> Finished:
             sums = _interleaved(same, reused, kept)
             extra = penalty and penalty(captured, parameters)
-            return _finish(self, pass_, extra, sums, outputs, ratios)
+            return _finish(self, pass_, extra, sums, outputs, ratios, averages)
 
         sums = pass_.gradient_structs
         arguments = self.penalty_arguments
@@ -313,16 +333,22 @@ class Builder:
             [s for s, reuse in zip(sums, same, strict=True) if not reuse],
             out,
             self.ratios(pass_),
+            self.noise_structs,
         )
         mapped = jax.shard_map(
             program,
             mesh=self.settings.placement.mesh,
-            in_specs=(_WHOLE,) * 6,
+            in_specs=(_WHOLE,) * 7,
             out_specs=_WHOLE,
             check_vma=False,
         )
-        placed = self._placed(args, (_WHOLE,) * 6)
+        placed = self._placed(args, (_WHOLE,) * 7)
         return self._lower("finish", mapped, placed, donate=(2,))
+
+    @property
+    def noise_structs(self) -> list[jax.ShapeDtypeStruct]:
+        """The moving averages of the gradient's noise, none where nobody asked."""
+        return [_AVERAGES] if self.settings.noise_scale else []
 
     def reusable(self, pass_: Passes) -> list[bool]:
         """Which sums have the parameter's dtype and so can become the gradient."""
@@ -480,6 +506,7 @@ def _finish(
     sums: list[Array],
     outputs: PassOutputs,
     ratios: list[Array],
+    averages: list[Array],
 ) -> Finished:
     """One reduction, one division, the penalty, the norm, and whether all is finite."""
     reduced = _reduced((sums, outputs.totals, outputs.weights, outputs.aux_sums))
@@ -487,7 +514,8 @@ def _finish(
     weight = weights[0]
     factors = ratios or [jnp.ones_like(totals[0])]
     scaled = [t * f for t, f in zip(totals, factors, strict=True)]
-    loss = _common_sum(scaled) / weight.astype(_common(scaled))
+    whole = common_sum(scaled)
+    loss = whole / weight.astype(whole.dtype)
     penalty = penalty or Counted(jnp.zeros_like(loss), [None] * len(sums))
     value = penalty.value.astype(loss.dtype)
     gradient = [
@@ -496,7 +524,10 @@ def _finish(
             sums, penalty.gradient, builder.skeleton.trainable, strict=True
         )
     ]
-    norm = _norm(gradient)
+    noise = None
+    if outputs.spread is not None:
+        noise, averages = _noise(outputs.spread, sums, weight, averages)
+    norm = jnp.sqrt(squared_norm(gradient))
     positive = jnp.all(jnp.stack([w > 0 for w in weights]))
     ok = positive & jnp.isfinite(loss) & jnp.isfinite(value) & _finite(norm, gradient)
     scalars = Scalars(
@@ -507,8 +538,21 @@ def _finish(
         ok,
         finish_aux(pass_.aux_spec, aux_sums, weight),
         _grad_metrics(builder, gradient),
+        noise,
+        None if noise is None else noise_scale(averages[0]),
     )
-    return Finished(gradient, _averaged(outputs.state), scalars)
+    return Finished(gradient, _averaged(outputs.state), averages, scalars)
+
+
+def _noise(
+    spread: Array, sums: list[Array], weight: Array, averages: list[Array]
+) -> tuple[Noise, list[Array]]:
+    """What this step tells of the gradient's noise, and the averages after it."""
+    if jax.lax.axis_size(DATA) > 1:
+        spread = over_devices(spread, DATA)
+    means = [_divided(total, weight, None, total.dtype) for total in sums]
+    noise = noise_of(spread, means)
+    return noise, [smoothed(averages[0], noise)]
 
 
 def _grad_metrics(builder: Builder, gradient: list[Array]) -> Any:
@@ -530,21 +574,6 @@ def _divided(total: Array, weight: Array, extra: Array | None, dtype: Any) -> Ar
     return mean.astype(dtype)
 
 
-def _norm(gradient: list[Array]) -> Float[Array, ""]:
-    squares = [
-        jnp.sum(jnp.real(g * jnp.conj(g)), dtype=_real(g))
-        if jnp.iscomplexobj(g)
-        else jnp.sum(jnp.square(g.astype(_real(g))))
-        for g in gradient
-    ]
-    return jnp.sqrt(_common_sum(squares))
-
-
-def _real(g: Array) -> Any:
-    """The dtype in which the squares of a leaf are added up."""
-    return accumulator_dtype(jnp.finfo(g.dtype).dtype)
-
-
 def _finite(norm: Array, gradient: list[Array]) -> Bool[Array, ""]:
     """Whether the gradient is finite; its norm overflows before its leaves do."""
 
@@ -553,18 +582,6 @@ def _finite(norm: Array, gradient: list[Array]) -> Bool[Array, ""]:
         return jnp.all(jnp.stack([jnp.array(True), *finite]))
 
     return jax.lax.cond(jnp.isfinite(norm), lambda: jnp.array(True), by_leaf)
-
-
-def _common(values: list[Array]) -> Any:
-    return wider(*[v.dtype for v in values])
-
-
-def _common_sum(values: list[Array]) -> Array:
-    dtype = _common(values)
-    total = values[0].astype(dtype)
-    for value in values[1:]:
-        total = total + value.astype(dtype)
-    return total
 
 
 def _ratio(first: Array, other: Array) -> Array:

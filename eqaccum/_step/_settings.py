@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors
-from .._accumulate import check_arguments, check_loss
+from .._accumulate import Form, check_arguments, check_loss
 from .._mesh import DATA, Placement
 from .._plan import Plan, parse_bytes
 from .._tree import Partition, Role, is_array, partition, struct
@@ -41,9 +41,16 @@ class Settings:
     nonfinite: Nonfinite = "raise"
     grad_metrics: Callable | None = None
     ema: float | None = None
+    noise_scale: bool = False
     axis_name: str = "batch"
     cache: bool = True
     compiler_options: Mapping[str, Any] | None = None
+
+    @property
+    def compares(self) -> bool:
+        """Whether the passes are chosen so that the gradient's noise can be told."""
+        chosen = self.plan is None and isinstance(self.microbatch, str)
+        return self.noise_scale and chosen
 
 
 def check_settings(
@@ -60,6 +67,7 @@ def check_settings(
     nonfinite: Any = "raise",
     grad_metrics: Any = None,
     ema: Any = None,
+    noise_scale: bool = False,
 ) -> None:
     """Refuses what can be refused without the model."""
     check_global_batch(global_batch)
@@ -76,6 +84,8 @@ def check_settings(
     if ema is not None and not is_decay(ema):
         raise _errors.bad_ema(ema)
     check_loss(loss)
+    if noise_scale and isinstance(loss, Form):
+        loss.check_noise_scale()
     if plan is not None:
         _check_plan(plan, global_batch, placement.size)
 

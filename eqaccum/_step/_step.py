@@ -76,6 +76,7 @@ class Step:
         self._watches: dict[Layout, Watch | None] = {}
         self._buffers = Buffers(settings.placement)
         self._launcher = Launcher(settings.placement, self._buffers)
+        self._told_alone = False
         self.plan: Plan | None = None
 
     # --- before the first step ----------------------------------------------------
@@ -145,6 +146,7 @@ class Step:
             data,
             np.zeros((), np.int32),
             np.zeros((), np.int32),
+            self._buffers.empty(builder.noise_structs),
             Structure(skeleton.model, skeleton.state, opt_partition),
         )
 
@@ -163,9 +165,16 @@ class Step:
             if self._tries:
                 self._trials[layout] = start_trial(ready)
                 ready = self._trials[layout].current
+            if self._settings.noise_scale and ready.cut.independent == 1:
+                self._say_alone()
             self._ready[layout] = ready
             self.plan = self.plan or ready.plan
         return self._ready[layout]
+
+    def _say_alone(self) -> None:
+        if not self._told_alone:
+            self._told_alone = True
+            _errors.say(_errors.nothing_to_compare(self._settings.global_batch))
 
     @property
     def _tries(self) -> bool:
@@ -333,6 +342,7 @@ class Step:
             train.key,
             np.asarray(train.step_count + 1, np.int32),
             batch_count,
+            pending.finished.averages,
             train.structure,
         )
         return new, metrics
@@ -395,7 +405,7 @@ class Step:
     # --- its parts ----------------------------------------------------------------
 
     def _metrics(self, placed: Placed, pending: Pending, *, skipped: bool) -> Metrics:
-        scalars = pending.finished.scalars
+        scalars, noise = pending.finished.scalars, pending.finished.scalars.noise
         spec = placed.ready.traced.aux_spec
         aux = None
         if self._settings.has_aux:
@@ -414,6 +424,10 @@ class Step:
             skipped,
             aux,
             scalars.grad_metrics,
+            scalars.noise_scale,
+            noise and noise.grad_variance,
+            noise and noise.grad_square,
+            noise and noise.loss_spread,
         )
 
     def _not_finite(
