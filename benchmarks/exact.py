@@ -1,6 +1,6 @@
 """How far accumulated gradients are from the whole batch's, loss by loss.
 
-    python benchmarks/exact.py [--tiny]
+    python benchmarks/exact.py [--tiny] [--resume]
 
 Some five minutes on two cores; it writes results/exact.md and results/exact.json. For
 each loss and microbatch the gradient, computed in float32 out of that many rows at a
@@ -227,27 +227,30 @@ def chosen(tiny: bool) -> Iterator[exact_cases.Case]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="three losses, no page")
-    tiny = parser.parse_args().tiny
+    parser.add_argument("--resume", action="store_true", help="keep what is there")
+    options = parser.parse_args()
+    tiny = options.tiny
     # BatchNorm is told of at each size, and once is enough
     warnings.filterwarnings("ignore", category=eqaccum.EqaccumWarning)
-    errors, not_exact = {}, []
-    for case in chosen(tiny):
-        errors[case.name] = measured(case, MICROBATCHES)
-        if not case.exact:
-            not_exact.append(case.name)
-        print(case.name, json.dumps(errors[case.name]), flush=True)
-    found = {
+    file = RESULTS / "exact.json"
+    kept = json.loads(file.read_text())["errors"] if options.resume else {}
+    found: dict[str, Any] = {
         "machine": _machine.facts(),
         "rows": ROWS,
         "microbatches": MICROBATCHES,
-        "not_exact": not_exact,
-        "errors": errors,
+        "not_exact": [],
+        "errors": {},
     }
-    if tiny:
-        return
-    (RESULTS / "exact.json").write_text(json.dumps(found, indent=1) + "\n")
-    (RESULTS / "exact.md").write_text(page(found))
-    print(page(found))
+    for case in chosen(tiny):
+        errors = kept.get(case.name) or measured(case, MICROBATCHES)
+        found["errors"][case.name] = errors
+        found["not_exact"] += [] if case.exact else [case.name]
+        print(case.name, json.dumps(errors), flush=True)
+        if not tiny:
+            file.write_text(json.dumps(found, indent=1) + "\n")
+    if not tiny:
+        (RESULTS / "exact.md").write_text(page(found))
+        print(page(found))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The losses of `exact.py`, each written twice: for eqaccum, and for a batch.
 
-`Case.full` is plain JAX without a line of eqaccum: the loss of any number of rows. It is
-the reference (all rows at once, in float64), and what the other ways are given.
+`Case.full` is plain JAX without a line of eqaccum: the loss of any number of rows. It
+is the reference (all rows at once, in float64), and what the other ways are given.
 """
 
 from collections.abc import Callable, Iterator
@@ -91,8 +91,12 @@ def positions(model: Any, e: PyTree) -> tuple[Array, Array]:
     return e["count"] * jnp.sum(model(e["x"]) ** 2), e["count"]
 
 
+def _arrays(model: Any) -> Any:
+    return eqx.filter(model, eqx.is_inexact_array)
+
+
 def norm(model: Any) -> Array:
-    return 0.1 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(eqx.filter(model)))
+    return 0.1 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(_arrays(model)))
 
 
 def rows(count: int) -> dict[str, Any]:
