@@ -110,3 +110,14 @@ def test_what_no_window_can_hold_is_refused(eqaccum):
     train = step.init(jnp.zeros(WIDTH))
     with pytest.raises(eqaccum.DoesNotFit, match="1000 B"):
         step(train, (X, Y))
+
+
+def test_a_coupled_loss_is_not_fed_in_windows(eqaccum):
+    """The error says so, where windows would have helped another loss."""
+    loss = eqaccum.coupled(
+        lambda w, example, key: example[0] @ w,
+        lambda w, z, weights: jnp.sum(z * weights) ** 2 / jnp.sum(weights),
+    )
+    step = eqaccum.make_step(loss, optax.sgd(1.0), global_batch=N, memory_limit=LIMIT)
+    with pytest.raises(eqaccum.DoesNotFit, match="coupled loss is not fed in windows"):
+        step(step.init(jnp.zeros(WIDTH)), (X, Y))

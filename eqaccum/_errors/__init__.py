@@ -188,6 +188,7 @@ from ._plan import (
     no_figures as no_figures,
     no_limit as no_limit,
     no_matplotlib as no_matplotlib,
+    not_in_windows as not_in_windows,
     nothing_fits as nothing_fits,
     pinned_over_limit as pinned_over_limit,
 )

@@ -53,6 +53,15 @@ def nothing_fits(*, needed: str, limit: str, largest: str, remedies: str) -> Doe
     )
 
 
+def not_in_windows(error: str, *, rows: int) -> DoesNotFit:
+    """The rows of a coupled loss do not fit beside the rest."""
+    return DoesNotFit(
+        f"{error} A coupled loss is not fed in windows: all rows of the global batch "
+        f"stay on the device, and those of the next one ({rows:,} bytes in all), where "
+        "a loss of single examples would be fed a part at a time."
+    )
+
+
 def pinned_over_limit(
     *, microbatch: int, needed: str, limit: str, remedies: str
 ) -> DoesNotFit:

@@ -241,10 +241,16 @@ class Planner:
         """The fewest passes in one window, else in the fewest windows."""
         try:
             return self._search(limit)
-        except _errors.DoesNotFit:
-            windows = self._fewest_windows(limit.bytes)
+        except _errors.DoesNotFit as error:
+            traced = next(iter(self._traced.values()))
+            windows = self._fewest_windows(limit.bytes, traced)
             if windows is None:
                 raise
+            if not traced.windowed:
+                rows = -(-self._rows // self._builder.settings.placement.size)
+                raise _errors.not_in_windows(
+                    str(error), rows=2 * rows * self._sizes(traced).row
+                ) from error
         self._windows = windows
         return self._search(limit)
 
@@ -269,11 +275,8 @@ class Planner:
             choices=self._builder.choices(windows=self._windows),
         )
 
-    def _fewest_windows(self, limit: int) -> int | None:
+    def _fewest_windows(self, limit: int, traced: Passes) -> int | None:
         """The fewest windows of which two take at most a quarter of the limit."""
-        traced = next(iter(self._traced.values()))
-        if not traced.windowed:
-            return None
         devices = self._builder.settings.placement.size
         on_device = -(-self._rows // devices)
         most = limit // (8 * self._sizes(traced).row)  # rows of one window
