@@ -12,11 +12,11 @@ the estimators of McCandlish et al. 2018 (arXiv:1812.06162), appendix A.1.
 
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .._tree import record
 from .._types import accumulator_dtype, wider
 from ._records import PassOutputs
 
@@ -44,7 +44,8 @@ class Spread(NamedTuple):
 Packed = Float[Array, "7"]
 
 
-class Noise(eqx.Module):
+@record
+class Noise:
     """What a step tells of its gradient's noise."""
 
     grad_square: Float[Array, ""]
