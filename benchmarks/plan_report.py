@@ -63,9 +63,7 @@ def _verdict(errors: list[float], median: float | None, worst: float) -> str:
     sizes = [abs(e) for e in errors]
     got_median, got_worst = statistics.median(sizes), max(sizes)
     kept = got_worst <= worst and (median is None or got_median <= median)
-    asked = (
-        f"{worst:.0%}" if median is None else f"{median:.0%} and {worst:.0%}"
-    )
+    asked = f"{worst:.0%}" if median is None else f"{median:.0%} and {worst:.0%}"
     return (
         f"{len(errors)} runs: median error {got_median:.1%}, worst {got_worst:.1%} "
         f"(asked for: at most {asked}; {'kept' if kept else 'NOT kept'})."

@@ -1,6 +1,6 @@
 """Data of three kinds as one resumable stream of global batches."""
 
-from ._batch import Batch as Batch, batch_of as batch_of
+from ._batch import Batch as Batch, Place as Place, batch_of as batch_of
 from ._dataset import examples as examples
 from ._layout import Layout as Layout, read as read
 from ._open import open_source as open_source

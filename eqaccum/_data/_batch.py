@@ -20,12 +20,25 @@ class Rows(abc.ABC):
         """The rows at these positions of the batch, one array per row leaf."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the next batch begins in an iterator that can say where it is.
+
+    `state` is the iterator's own word for the place before an item, as JSON or base64
+    text; `used` are the rows of that item which were taken already.
+    """
+
+    state: str
+    used: int
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
     """The examples of one update.
 
     `count` is its number of rows, `index` its place in the epoch, `first_row` the
     number of the epoch's rows before it. `weights` is None where all rows weigh 1.
+    `after` is where the next batch begins, None where its number says it all.
     """
 
     layout: Layout
@@ -36,6 +49,7 @@ class Batch:
     epoch: int = 0
     index: int = 0
     first_row: int = 0
+    after: Place | None = None
 
     def take(self, order: np.ndarray) -> list[Any]:
         """The rows at these positions, which may repeat, in their final dtypes.

@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax.tree_util as jtu
 import numpy as np
 
 from .. import _errors
+from .._types import Own
 from . import _leaves
 from ._batch import Batch, Rows
 from ._layout import Layout, layout_of, leaf_names, marks_whole, plain_mapping
@@ -21,8 +23,9 @@ _ENDLESS = 1 << 48
 class Examples:
     """A sequence of examples; see `eqaccum.data.examples`."""
 
-    def __init__(self, sequence: Any):
+    def __init__(self, sequence: Any, workers: int):
         self._sequence = sequence
+        self._workers = workers
 
     def __len__(self) -> int:
         return len(self._sequence)
@@ -30,8 +33,22 @@ class Examples:
     def __getitem__(self, index: int) -> Any:
         return self._sequence[index]
 
+    def fetch(self, indices: list[int]) -> Iterator[Any]:
+        """The examples at these indices, in order, read by the workers if any."""
+        if not self._workers:
+            yield from fetch(self._sequence, indices)
+            return
+        with ThreadPoolExecutor(self._workers, "eqaccum-data") as pool:
+            waiting = [pool.submit(self._sequence.__getitem__, i) for i in indices]
+            try:
+                for example in waiting:
+                    yield example.result()
+            finally:  # after an error the others are not wanted
+                for example in waiting:
+                    example.cancel()
 
-def examples(sequence: Any) -> Examples:
+
+def examples(sequence: Any, *, workers: Own[int, ...] = 0) -> Examples:
     """Says that a sequence holds examples, one per index, and not columns.
 
     A list could mean either, so `fit` refuses one that is not marked.
@@ -39,7 +56,12 @@ def examples(sequence: Any) -> Examples:
     **Arguments:**
 
     - `sequence`: anything with `__len__` and `__getitem__`: a list of `(x, y)`, of
-        dicts, of arrays. All examples have one structure, one dtype and one shape.
+        dicts, of arrays, a data set. All examples have one structure, one dtype and one
+        shape.
+    - `workers`: threads that read the examples of a batch, for a `__getitem__` that
+        waits for files or decodes images; it must be safe to call from several at once.
+        The examples and their order are the same. While a step runs, the next batch is
+        read in any case.
 
     **Returns:**
 
@@ -47,18 +69,25 @@ def examples(sequence: Any) -> Examples:
 
     **Raises:**
 
-    `eqaccum.InputError` if `sequence` has no length or cannot be indexed.
+    `eqaccum.InputError` if `sequence` has no length or cannot be indexed, or `workers`
+    is no number of threads.
 
     !!! Example
 
         ```python
         pairs = [(image, label) for image, label in folder]
         eqaccum.fit(model, eqaccum.data.examples(pairs), global_batch=256)
+
+        images = eqaccum.data.examples(ImageFolder("train"), workers=8)
+        eqaccum.fit(model, images, global_batch=256)
         ```
     """
+    whole = isinstance(workers, int | np.integer) and not isinstance(workers, bool)
+    if not whole or workers < 0:
+        raise _errors.bad_workers(workers)
     if isinstance(sequence, (str, bytes)) or not is_random_access(sequence):
         raise _errors.not_examples(sequence)
-    return Examples(sequence)
+    return Examples(sequence, int(workers))
 
 
 def is_random_access(data: Any) -> bool:
@@ -169,6 +198,9 @@ class ExampleRows(Rows):
 
 def fetch(data: Any, indices: list[int]) -> Iterator[Any]:
     """The examples at these indices, at once where the data set can do so."""
+    if isinstance(data, Examples):
+        yield from data.fetch(indices)
+        return
     # Torch's protocol for it; Hugging Face's data sets are much faster this way.
     if hasattr(data, "__getitems__"):
         yield from data.__getitems__(indices)

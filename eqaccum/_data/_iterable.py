@@ -10,17 +10,20 @@ import numpy as np
 
 from .. import _errors
 from . import _leaves
-from ._batch import Batch
+from ._batch import Batch, Place
 from ._layout import Flat, Layout, read
 from ._recut import Item, recut
 from ._source import Source
+from ._state import get_state, has_state, set_state
 
 
 class IterableSource(Source):
     """A loader, a generator, or whatever else gives batches one after another.
 
     The first item was looked at and is put back: the first epoch begins with it. An
-    iterable with a method `set_epoch` is told the epoch before each pass.
+    iterable with a method `set_epoch` is told the epoch before each pass. An iterator
+    that can say where it is, by `get_state` and `set_state` as Grain's do, is not read
+    again from its start when a run goes on.
     """
 
     kind = "iterable"
@@ -44,6 +47,13 @@ class IterableSource(Source):
             f"batches of {first.flat.count:,} rows (iterable {type(data).__name__})"
         )
         self._first_pass: Iterator[Item] | None = itertools.chain([first], items)
+        self._has_state = has_state(iterator)
+        self._place: Place | None = None
+
+    def go_on_at(self, place: Place) -> bool:
+        if self._has_state:
+            self._place = place
+        return self._has_state
 
     def epoch(
         self,
@@ -56,12 +66,15 @@ class IterableSource(Source):
     ) -> Iterator[Batch]:
         if order is not None:
             raise ValueError("the rows of an iterable have no other order")
+        place, self._place = self._place, None
+        items = self._items(epoch) if place is None else self._items_at(place, epoch)
         return recut(
-            self._items(epoch),
+            items,
             epoch=epoch,
             global_batch=global_batch,
             drop_remainder=drop_remainder,
             start=start,
+            used=None if place is None else place.used,
         )
 
     def batches_per_epoch(
@@ -87,14 +100,26 @@ class IterableSource(Source):
             raise _errors.iterator_used_up(self._data)
         return self._checked(self._read(self._start(epoch)), epoch)
 
+    def _items_at(self, place: Place, epoch: int) -> Iterator[Item]:
+        """The items from a place on, none of those before it read again."""
+        self._first_pass = None
+        iterator = self._start(epoch)
+        set_state(iterator, place.state)
+        return self._checked(self._read(iterator), epoch)
+
     def _read(self, iterator: Iterator[Any]) -> Iterator[Item]:
-        for number, tree in enumerate(iterator):
+        for number in itertools.count():
+            state = get_state(iterator)
+            try:
+                tree = next(iterator)
+            except StopIteration:
+                return
             name = f"item {number} of the iterable"
             flat = read(tree, in_axes=self._in_axes, what=name, may_be_empty=True)
             if not flat.has_values:
                 raise _errors.only_shapes()
             if flat.count:
-                yield Item(flat, name)
+                yield Item(flat, name, state)
 
     def _checked(self, items: Iterator[Item], epoch: int) -> Iterator[Item]:
         is_empty = True

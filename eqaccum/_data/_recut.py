@@ -8,16 +8,24 @@ import numpy as np
 
 from .. import _errors
 from . import _leaves
-from ._batch import Batch, OwnRows
+from ._batch import Batch, OwnRows, Place
 from ._layout import Flat
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Item:
-    """One item of an iterable, and what to call it in a message."""
+    """One item of an iterable, what to call it, and where the iterator was before it.
+
+    `state` is None where the iterator cannot say where it is.
+    """
 
     flat: Flat
     name: str
+    state: str | None = None
+
+    def after(self, row: int) -> Place | None:
+        """The place of the item's row of this number."""
+        return None if self.state is None else Place(self.state, row)
 
 
 def recut(
@@ -27,29 +35,35 @@ def recut(
     global_batch: int,
     drop_remainder: bool,
     start: int,
+    used: int | None = None,
 ) -> Iterator[Batch]:
     """Batches of exactly `global_batch` rows across the items' borders.
 
     What is left at the end is a short batch, or is dropped; if it is all there is, it
     is kept in any case. Rows are copied out of an item before the next is asked for: a
-    loader may use its buffer again.
+    loader may use its buffer again. With `used` the items begin at the place of batch
+    number `start`, which is that many rows into the first one.
     """
-    index, pending = 0, _Pending(epoch=epoch)
+    index, pending = 0 if used is None else start, _Pending(epoch=epoch)
+    skipped, last = used or 0, None
     for item in items:
         if pending.count:
             _check_joins(item, pending, global_batch)
-        at = 0
+        at, skipped = skipped, 0
         while at < item.flat.count:
             stop = min(item.flat.count, at + global_batch - pending.count)
             pending.add(item.flat, at, stop, keep=index >= start)
             at = stop
             if pending.count == global_batch:
                 if index >= start:
-                    yield pending.batch(index, first_row=index * global_batch)
+                    first = index * global_batch
+                    yield pending.batch(index, first_row=first, after=item.after(at))
                 index, pending = index + 1, _Pending(epoch=epoch)
+        last = item
     is_wanted = index >= start and (index == 0 or not drop_remainder)
     if pending.count and is_wanted:
-        yield pending.batch(index, first_row=index * global_batch)
+        after = None if last is None else last.after(last.flat.count)
+        yield pending.batch(index, first_row=index * global_batch, after=after)
 
 
 class _Pending:
@@ -75,7 +89,7 @@ class _Pending:
                 ]
             )
 
-    def batch(self, index: int, *, first_row: int) -> Batch:
+    def batch(self, index: int, *, first_row: int, after: Place | None) -> Batch:
         if self.flat is None:
             raise ValueError("no rows were added")
         leaves = [_leaves.join(parts) for parts in zip(*self._pieces, strict=True)]
@@ -88,6 +102,7 @@ class _Pending:
             epoch=self.epoch,
             index=index,
             first_row=first_row,
+            after=after,
         )
 
 

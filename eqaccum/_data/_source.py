@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from ._batch import Batch
+from ._batch import Batch, Place
 from ._layout import Layout
 
 
@@ -30,6 +30,13 @@ class Source(abc.ABC):
     def has_values(self) -> bool:
         """Whether there is more than shapes, which are enough for a plan."""
         return True
+
+    def go_on_at(self, place: Place) -> bool:
+        """Takes the next `epoch(..., start=...)` to this place, if it can.
+
+        Otherwise the number of a batch has to say it all.
+        """
+        return False
 
     @abc.abstractmethod
     def epoch(

@@ -66,6 +66,7 @@ from ._conv import rewritten_for_running as rewritten_for_running
 from ._data import (
     THE_ARRAY as THE_ARRAY,
     bad_dtype as bad_dtype,
+    bad_workers as bad_workers,
     data_is_a_function as data_is_a_function,
     empty_data as empty_data,
     endless_data as endless_data,

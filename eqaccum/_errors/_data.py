@@ -298,3 +298,11 @@ def shapes_cannot_mix(
         f"have exactly global_batch={global_batch} rows, or pad all to one shape. Each "
         "item must be a batch, not a single example."
     )
+
+
+def bad_workers(value: Any) -> InputError:
+    return InputError(
+        f"eqaccum.data.examples got workers={value!r} ({type(value).__name__}); "
+        "expected a number of threads, 0 for none. Pass 8, say, where reading an "
+        "example waits for a file."
+    )

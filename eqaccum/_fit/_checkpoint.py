@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors
+from .._data import Place
 from .._mesh import Placement
 from .._plan import Plan
 from .._types import TrainState
@@ -178,7 +179,14 @@ class Checkpoints:
             return epoch_ended
         return step % self.every == 0 and not skipped
 
-    def save(self, train: TrainState, history: History, plan: Plan, trial: str) -> None:
+    def save(
+        self,
+        train: TrainState,
+        history: History,
+        plan: Plan,
+        trial: str,
+        place: Place | None = None,
+    ) -> None:
         """Takes a checkpoint, unless this very batch has one, and returns.
 
         **Raises:**
@@ -195,6 +203,7 @@ class Checkpoints:
             devices=self.devices,
             plan=plan,
             trial=trial,
+            place=place,
         )
         record = Record({name: spec_of(a) for name, a in arrays.items()}, reached)
         self._writer.save(train.batch_index, record, arrays)

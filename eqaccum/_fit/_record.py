@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import _errors
+from .._data import Place
 from .._plan import Plan
 from ._history import History
 from ._leaves import Spec
@@ -60,6 +61,7 @@ class Reached:
     """How far a run came: updates, the place in the data, and how it was planned.
 
     `trial` is how far `microbatch="fastest"` was: "none", "under way" or "settled".
+    `place` is what an iterator says of the position, None where it cannot say.
     """
 
     step: int
@@ -68,6 +70,7 @@ class Reached:
     devices: str
     plan: Plan
     trial: str
+    place: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ def _reached_dict(reached: Reached | None) -> dict[str, Any] | None:
         "devices": reached.devices,
         "plan": reached.plan.to_dict(),
         "trial": reached.trial,
+        "place": None if reached.place is None else asdict(reached.place),
     }
 
 
@@ -172,4 +176,9 @@ def _reached(data: dict[str, Any] | None) -> Reached | None:
         devices=str(data["devices"]),
         plan=Plan.from_dict(data["plan"]),
         trial=str(data["trial"]),
+        place=_place(data.get("place")),
     )
+
+
+def _place(data: dict[str, Any] | None) -> Place | None:
+    return None if data is None else Place(str(data["state"]), int(data["used"]))

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .. import _errors
-from .._data import Source
+from .._data import Place, Source
 from .._mesh import Placement
 from .._plan import Plan, format_bytes, read_limit
 from .._types import TrainState
@@ -68,6 +68,7 @@ class Past:
     plan: Plan
     trial: str
     leaves: dict[str, Spec]
+    place: Place | None
     read: Callable[[], tuple[dict[str, np.ndarray], History]]
 
 
@@ -98,6 +99,8 @@ class Start:
                 before, now = getattr(past.cutting, name), getattr(cutting, name)
                 if before != now:
                     _differs(past, name, before, now)
+        if past.place is not None and source.go_on_at(past.place):
+            return
         over = length.steps is not None and past.step >= length.steps
         if past.position != Position() and not (source.restartable or over):
             raise _errors.cannot_go_on(
@@ -211,6 +214,7 @@ def _of_saved(saved: Saved) -> Past:
         plan=reached.plan,
         trial=reached.trial,
         leaves=saved.train_leaves,
+        place=reached.place,
         read=saved.read,
     )
 
@@ -232,6 +236,7 @@ def _of_result(result: Any) -> Past | None:
         plan=result.plan,
         trial="none",
         leaves={name: spec_of(leaf) for name, leaf in leaves.items()},
+        place=None,
         read=lambda: (
             {name: np.asarray(leaf) for name, leaf in leaves.items()},
             History.of(dict(result.history)),

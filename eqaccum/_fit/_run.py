@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import _errors
 from .._accumulate import check_labels
-from .._data import Batch, Source, epoch_order
+from .._data import Batch, Place, Source, epoch_order
 from .._doors import Evaluation, SelfTest
 from .._plan import Plan
 from .._step import Placed, Step, region
@@ -46,6 +46,7 @@ class Run:
     checkpoints: Checkpoints | None = None
     self_test: SelfTest | None = None
     _skipped: int = field(init=False)
+    _place_now: Place | None = None  # after the newest batch
 
     def __post_init__(self) -> None:
         self._skipped = _skipped_last(self.history) % _MAX_SKIPPED
@@ -125,7 +126,9 @@ class Run:
     def _save(self, checkpoints: Checkpoints) -> None:
         self.step.wait(self.train)  # an update that failed shows here, by name
         with region("checkpoint"):
-            checkpoints.save(self.train, self.history, self._plan, self.step.trial)
+            checkpoints.save(
+                self.train, self.history, self._plan, self.step.trial, self._place_now
+            )
 
     def _save_due(self, metrics: Metrics, *, epoch_ended: bool) -> None:
         """A checkpoint where one is due; what the one before met is raised."""
@@ -169,6 +172,7 @@ class Run:
             self.history.add(
                 metrics, seconds=now - last, step=self.train.step, epoch=epoch
             )
+            self._place_now = placed.batch.after
             last = now
             bar.step(loss=metrics.loss, examples=metrics.examples)
             self._count_skips(metrics)
