@@ -6,10 +6,13 @@ import html.parser
 import os
 import pty
 import re
+import select
 import struct
 import sys
 import termios
 import threading
+import types
+import warnings
 from typing import Any
 
 import jax
@@ -258,7 +261,10 @@ class Terminal:
 
     def text(self):
         self.file.flush()
-        return os.read(self.reader, 1 << 16).decode()
+        read = b""
+        while select.select([self.reader], [], [], 0)[0]:
+            read += os.read(self.reader, 1 << 16)  # a terminal gives 4 KiB at a time
+        return read.decode()
 
 
 def test_a_bar_in_a_terminal(nothing_remembered, monkeypatch):
@@ -281,6 +287,50 @@ def test_a_bar_on_demand_where_there_is_no_terminal(capsys):
     assert "3/3" in capsys.readouterr().err
     fit(Loader(), progress=True)  # the number of steps is not known
     assert "3step" in capsys.readouterr().err.replace(" ", "")
+
+
+def as_shown(text: str) -> list[str]:
+    """The lines of a terminal: what follows a return is written over the line."""
+    lines = []
+    for line in text.split("\n"):
+        shown = ""
+        for part in line.split("\r"):
+            shown = part + shown[len(part) :]
+        lines.append(shown.rstrip())
+    return lines
+
+
+def test_what_is_said_has_a_line_of_its_own(monkeypatch):
+    data = (np.where(Y == 5, np.inf, Y).astype(np.float32), BITS)
+
+    def warn(info):
+        if info.step == 2:
+            eqaccum._errors.warn("mind the step")
+
+    with Terminal() as terminal, warnings.catch_warnings():
+        warnings.simplefilter("always")
+        # pytest records warnings; a user's terminal shows them
+        monkeypatch.setattr(
+            warnings, "showwarning", lambda text, *_, **__: print(text, file=sys.stderr)
+        )
+        monkeypatch.setattr(sys, "stderr", terminal.file)
+        fit(data, shuffle=False, nonfinite="skip", callbacks=[warn])
+        lines = as_shown(terminal.text())
+    said = [line for line in lines if "the loss is inf" in line]
+    warned = [line for line in lines if "mind the step" in line]
+    assert len(said) == len(warned) == 1
+    assert said[0].startswith("eqaccum: skipped") and "passes/step" not in said[0]
+    assert warned == ["mind the step"]
+    assert "3/3" in lines[-2]  # the bar is below them, and drawn to its end
+
+
+@pytest.mark.parametrize("kernel", [object(), None])
+def test_a_bar_in_a_notebook(kernel, monkeypatch, capsys):
+    shell = types.SimpleNamespace(kernel=kernel, config={})
+    fake = types.SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, "IPython", fake)
+    fit()
+    assert ("3/3" in capsys.readouterr().err) == (kernel is not None)
 
 
 # --- what it gives back -----------------------------------------------------------

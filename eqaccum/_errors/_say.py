@@ -1,7 +1,9 @@
 """How eqaccum speaks: one line on standard error for each choice it made."""
 
+import contextlib
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from ._exceptions import EqaccumWarning
@@ -16,7 +18,8 @@ def shown(value: Any) -> str:
 
 def say(text: str) -> None:
     """Prints one line, `eqaccum: text`, on standard error."""
-    print(f"eqaccum: {text}", file=sys.stderr, flush=True)
+    with _beside_bars():
+        print(f"eqaccum: {text}", file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:
@@ -26,4 +29,16 @@ def warn(text: str) -> None:
         "eqaccum"
     ):
         depth, frame = depth + 1, frame.f_back
-    warnings.warn(text, EqaccumWarning, stacklevel=depth)
+    with _beside_bars():
+        warnings.warn(text, EqaccumWarning, stacklevel=depth)
+
+
+@contextlib.contextmanager
+def _beside_bars() -> Iterator[None]:
+    """A progress bar's line is left free meanwhile, and drawn again below."""
+    tqdm = sys.modules.get("tqdm")
+    if tqdm is None:
+        yield
+        return
+    with tqdm.tqdm.external_write_mode(file=sys.stderr):
+        yield

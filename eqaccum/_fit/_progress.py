@@ -15,7 +15,7 @@ class Progress:
     ) -> None:
         self._bar: Any = None
         self._read = 0.0
-        if show if show is not None else sys.stderr.isatty():
+        if show if show is not None else sys.stderr.isatty() or _in_notebook():
             from tqdm.auto import tqdm
 
             self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
@@ -39,3 +39,10 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _in_notebook() -> bool:
+    """Whether this is the kernel of a notebook, which shows bars without a terminal."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
