@@ -1,5 +1,6 @@
 """The pages of the documentation: their programs run, their lists are complete."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -60,6 +61,28 @@ def test_each_public_name_is_in_the_api():
         re.MULTILINE,
     )
     assert sorted(listed) == sorted(own_names())
+
+
+def sections(name: str) -> set[str]:
+    text = inspect.getdoc(own_names()[name]) or ""
+    found = set(re.findall(r"^\*\*([A-Za-z ]+):\*\*$", text, re.MULTILINE))
+    return {title.replace("Main arguments", "Arguments") for title in found}
+
+
+def test_each_public_function_says_what_it_takes_gives_and_raises():
+    for name, value in own_names().items():
+        if inspect.isfunction(value):
+            signature = inspect.signature(value)
+            wanted = {"Arguments"} if signature.parameters else set()
+            wanted |= {"Returns"} if signature.return_annotation is not None else set()
+            wanted |= {"Raises"} if signature.parameters else set()
+            assert wanted <= sections(name), name
+
+
+def test_each_public_record_says_what_it_holds():
+    for name, value in own_names().items():
+        if inspect.isclass(value) and not issubclass(value, BaseException):
+            assert {"Arguments", "Attributes", "Names"} & sections(name), name
 
 
 def test_each_page_is_in_the_navigation():

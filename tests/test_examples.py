@@ -2,6 +2,7 @@
 
 import ast
 import math
+import re
 import runpy
 
 import pytest
@@ -50,3 +51,12 @@ def test_the_head(path):
         assert said, entry
     assert not {"TIME", "NUMBER"} & set(head.split()), head
     assert any(character.isdigit() for character in head.partition("Number:")[2])
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_page_tells_the_head_s_number(path):
+    page = (REPOSITORY / "docs/examples.md").read_text()
+    (row,) = re.findall(rf"^\| `{path.name}` \|.*$", page, re.MULTILINE)
+    number = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("Number:")
+    first = re.search(r"\d[\d.]*", number[2])
+    assert first is not None and first[0] in row

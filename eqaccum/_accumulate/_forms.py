@@ -40,6 +40,15 @@ def batched(fn: Own[Callable, ...], *, weighted: bool = False) -> Batched:
     - `weighted`: `fn` takes the rows' weights, float32 (n,), last. It may then also
         return one scalar `Mean` in which the weights are already in.
 
+    **Returns:**
+
+    A loss for `fit`, `make_step`, `value_and_grad`, `evaluate` and `check`.
+
+    **Raises:**
+
+    `InputError` if `fn` cannot be called; what it returns is checked when it is traced,
+    before anything runs.
+
     !!! Example
 
         ```python
@@ -62,6 +71,14 @@ def shared_key(fn: Own[Callable, ...]) -> Any:
 
     - `fn`: a loss, or a `batched` one. The step's key does not depend on the
         microbatch, so noise drawn from it is the same for the whole global batch.
+
+    **Returns:**
+
+    What `fn` is, a loss or a `batched` one.
+
+    **Raises:**
+
+    `InputError` if `fn` cannot be called.
 
     !!! Example
 

@@ -198,6 +198,11 @@ def predict(
 
     A pytree of numpy arrays of shape (rows, ...), of the structure of one output.
 
+    **Raises:**
+
+    `InputError` where an argument cannot work, `DoesNotFit` where one row is over the
+    limit.
+
     !!! Example
 
         ```python

@@ -63,6 +63,11 @@ def value_and_grad(
     convention. The example at position i gets `fold_in(split(key)[0], i)`; with
     `key=None` the loss gets None.
 
+    **Raises:**
+
+    `InputError` where an argument, the loss or, when it is called, the batch cannot
+    work.
+
     !!! Example
 
         ```python

@@ -18,10 +18,15 @@ VALIDATION = "validation_"
 class History(Mapping[str, np.ndarray]):
     """One entry per batch under each name, the auxiliary scalars' names included.
 
-    Validation has entries of its own: `validation_loss`, ... and `validation_step`.
-    Names: `loss`, `penalty`, `grad_norm`, `weight`, `examples`, `skipped`, `seconds`
-    (from one step's wait to the next), `step` (updates completed), `epoch`; with
-    `noise_scale=True` `noise_scale`, `grad_variance`, `grad_square`, `loss_spread`.
+    **Names:**
+
+    - `loss`, `penalty`, `grad_norm`, `weight`, `examples`, `skipped`: the step's
+        `Metrics`.
+    - `seconds`: from one step's wait to the next.
+    - `step`: updates completed; `epoch`: the epoch of the batch.
+    - with `noise_scale=True`: `noise_scale`, `grad_variance`, `grad_square`,
+        `loss_spread`.
+    - `validation_step`, `validation_loss`, ...: one entry per validation.
 
     !!! Example
 

@@ -149,6 +149,10 @@ def restore(
     - `like`: a `TrainState` of the same structure, such as a fresh `step.init(model)`;
         it says where the arrays go, and may have been consumed.
 
+    **Returns:**
+
+    The `TrainState`, on the devices of `like`.
+
     **Raises:**
 
     `InputError` where the structure is another one, naming the first leaf that differs;

@@ -52,6 +52,10 @@ def info_nce(
 
     A scalar, in float32 or wider; 0 where all weights are 0.
 
+    **Raises:**
+
+    `InputError` where the shapes do not go together.
+
     !!! Example
 
         ```python
@@ -119,6 +123,10 @@ def sigmoid_contrastive(
     **Returns:**
 
     A scalar, in float32 or wider; 0 where all weights are 0.
+
+    **Raises:**
+
+    `InputError` where the shapes do not go together.
 
     !!! Example
 

@@ -37,6 +37,10 @@ def barlow_twins(
 
     A scalar, in float32 or wider.
 
+    **Raises:**
+
+    `InputError` where the shapes do not go together.
+
     !!! Example
 
         ```python
@@ -85,6 +89,10 @@ def vicreg(
     **Returns:**
 
     A scalar, in float32 or wider.
+
+    **Raises:**
+
+    `InputError` where the shapes do not go together.
 
     !!! Example
 

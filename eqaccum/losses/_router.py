@@ -41,6 +41,10 @@ def load_balance(
 
     A scalar, in float32 or wider.
 
+    **Raises:**
+
+    `InputError` where the shapes do not go together.
+
     !!! Example
 
         ```python
