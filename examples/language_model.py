@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> float:
     if not given.text and not given.tiny:
         parser.error("--text is missing; the head of this file says where to get one")
     rows = lines_of(SONNET if given.tiny else Path(given.text).read_text("latin-1"))
-    held_out = min(len(rows) // 4, 4000)
+    held_out = min(len(rows) // 3, 4000)
     width, depth = (16, 1) if given.tiny else (64, 2)
     model = LanguageModel(int(rows.max()) + 1, width, depth, key=jax.random.key(0))
     result = eqaccum.fit(
