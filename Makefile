@@ -12,7 +12,9 @@
 #   make bench-gpu     the step and the plan's truth on a GPU, if there is one (8 minutes)
 #   make bench-plan    are plans true, and the best? (35 minutes; ARGS=--resume goes on)
 #   make bench-plan-live  a hundred plans, each run under a real limit (half an hour)
+#   make test-properties  the property tests with thousands of draws (an hour)
 #   make bench-exact   gradients of every loss against the whole batch's (five minutes)
+#   make bench-coupled a contrastive step beside plain accumulation (five minutes)
 #   make bench-noise   what noise_scale=True costs (three minutes)
 #   make check         lint, format, types, import directions, the documentation
 #   make docs          build the documentation into site/ (strict)
@@ -71,10 +73,16 @@ bench-plan: $(VENV)/.dev
 bench-plan-live: $(VENV)/.dev
 	$(BIN)/python benchmarks/plan.py live $(ARGS)
 
-.PHONY: bench-exact bench-noise
+.PHONY: test-properties bench-exact bench-coupled bench-noise
+
+test-properties: $(VENV)/.dev
+	$(BIN)/python tests/properties.py $(ARGS)
 
 bench-exact: $(VENV)/.dev
 	$(BIN)/python benchmarks/exact.py $(ARGS)
+
+bench-coupled: $(VENV)/.dev
+	$(BIN)/python benchmarks/coupled.py $(ARGS)
 
 bench-noise: $(VENV)/.dev
 	$(BIN)/python benchmarks/noise_scale.py $(ARGS)

@@ -388,6 +388,45 @@ def _info_nce(model: _DualEncoder, embeddings: Any, weights: Float[Array, "n"]):
     return jnp.sum(losses * weights) / jnp.sum(weights)
 
 
+class _TransformerPair(eqx.Module):
+    """Two transformers over sequences of vectors, the mean over positions."""
+
+    query: _Transformer
+    passage: _Transformer
+    log_temperature: Float[Array, ""]
+
+    def __init__(self, length: int, width: int, depth: int, heads: int):
+        k1, k2 = jr.split(jr.key(0))
+        self.query = _Transformer(length, width, depth, heads, False, k1)
+        self.passage = _Transformer(length, width, depth, heads, False, k2)
+        self.log_temperature = jnp.log(jnp.asarray(0.07))
+
+
+def _embed_sequences(model: _TransformerPair, example: Any, key: Any):
+    def unit(x: Array) -> Array:
+        mean = jnp.mean(x, axis=0)
+        return mean * jax.lax.rsqrt(jnp.sum(mean * mean) + 1e-12)
+
+    query, passage = example
+    return unit(model.query(query)), unit(model.passage(passage))
+
+
+def transformer_dual_encoder(
+    *, length: int, width: int, depth: int, heads: int
+) -> CoupledWorkload:
+    """Two transformers under InfoNCE."""
+
+    def rows(count: int) -> tuple[np.ndarray, np.ndarray]:
+        random = np.random.default_rng(0)
+        both = random.standard_normal((2, count, length, width), np.float32)
+        return both[0], both[1]
+
+    model = _TransformerPair(length, width, depth, heads)
+    return CoupledWorkload(
+        "transformer dual encoder", model, _embed_sequences, _info_nce, rows
+    )
+
+
 def dual_encoder(
     *, features: int, width: int, depth: int, size: int
 ) -> CoupledWorkload:

@@ -34,7 +34,7 @@ import eqaccum
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = 24
-MICROBATCHES = (24, 8, 5, 3, 1)
+MICROBATCHES = (24, 8, 5, 1)
 REFUSED = "refused"
 FLOAT32 = 1e-5  # at most this: the whole batch's gradient, to rounding
 KEY = jr.key(7)
@@ -74,11 +74,12 @@ def multi_steps(case: exact_cases.Case, microbatch: int) -> Any:
     parameters, static = eqx.partition(case.model, eqx.is_inexact_array)
     gradient = jax.jit(jax.grad(_value(case, static)))
     state = optimizer.init(parameters)
+    update = jax.jit(optimizer.update)
     for k, start in enumerate(starts):
         rows = slice(start, start + microbatch)
         part = jax.tree.map(lambda x, rows=rows: x[rows], peers_batch(case))
         grads = gradient(parameters, part, peers_key(case, k))
-        _, state = optimizer.update(grads, state, parameters)
+        _, state = update(grads, state, parameters)
     return state.inner_opt_state
 
 
@@ -133,7 +134,8 @@ def truth(case: exact_cases.Case) -> Any:
             )
 
         parameters, static = eqx.partition(case.model, eqx.is_inexact_array)
-        return jax.grad(_value(case, static))(wide(parameters), wide(batch), key)
+        gradient = jax.jit(jax.grad(_value(case, static)))
+        return gradient(wide(parameters), wide(batch), key)
 
 
 def _floating(x: Any) -> bool:

@@ -385,6 +385,21 @@ def test_evaluate_averages_by_rows():
     assert got["loss"] == pytest.approx(want, rel=1e-6)
 
 
+@pytest.mark.devices(3)
+def test_evaluate_on_several_devices():
+    """Batches of 6 and 4 rows, of which no device has a third."""
+    model, batch = Towers(), rows_of(10)
+    got = eqaccum.evaluate(
+        model, batch, loss=VARIANTS["hard negatives"].loss, global_batch=6, microbatch=1
+    )
+    first, second = (
+        full(model, tuple(x[part] for x in batch), np.ones(n))[0]
+        for part, n in ((slice(0, 6), 6), (slice(6, 10), 4))
+    )
+    want = (6 * float(first) + 4 * float(second)) / 10
+    assert got["loss"] == pytest.approx(want, rel=1e-6)
+
+
 # --- heads that cannot work ------------------------------------------------------
 
 

@@ -86,6 +86,21 @@ def test_float64(name, rows, microbatch):
         check(KINDS[name], rows, microbatch, dtype=jnp.float64)
 
 
+def test_example_weights_are_float32():
+    """float64 weights are rounded to it, and nothing else is."""
+    weights = np.random.default_rng(0).uniform(0.1, 2, 10)
+    with jax.enable_x64(True):
+        kind = KINDS["scalar"]
+        (model, state), batch = make(kind, jnp.float64), batch_of(10, jnp.float64)
+        got, grads = value_and_grad(
+            kind, model, state, batch, microbatch=4, weights=weights
+        )
+        rounded = weights.astype(np.float32).astype(np.float64)
+        want, want_grads = full_batch(kind, model, batch, rounded, KEY)
+        assert error(grads, want_grads) <= 1e-12
+        assert abs(got - want) <= 1e-12 * abs(want)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name,rows,microbatch", [("scalar", 64, 7), ("means", 10, 1)])
 def test_narrow_parameters(name, rows, microbatch, dtype):

@@ -34,11 +34,12 @@ from reference import (
 import eqaccum
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
-# Draws that run compiled programs, and draws that compile their own.
-few = hypothesis.settings(max_examples=500 if NIGHTLY else 6)
-fresh = hypothesis.settings(max_examples=150 if NIGHTLY else 2)
+# Draws of tests that compile their programs once; the others take a part of it.
+DRAWS = int(os.environ.get("PROPERTY_DRAWS", 2000 if NIGHTLY else 25))
+few = hypothesis.settings(max_examples=DRAWS // 4)
+fresh = hypothesis.settings(max_examples=max(2, DRAWS // 14))
 many = hypothesis.settings(
-    max_examples=2000 if NIGHTLY else 25,
+    max_examples=DRAWS,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 pytestmark = pytest.mark.timeout(7200 if NIGHTLY else 120)

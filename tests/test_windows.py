@@ -121,3 +121,34 @@ def test_a_coupled_loss_is_not_fed_in_windows(eqaccum):
     step = eqaccum.make_step(loss, optax.sgd(1.0), global_batch=N, memory_limit=LIMIT)
     with pytest.raises(eqaccum.DoesNotFit, match="coupled loss is not fed in windows"):
         step(step.init(jnp.zeros(WIDTH)), (X, Y))
+
+
+class Counter(eqx.Module):
+    """A model that knows how many passes it has seen."""
+
+    w: jax.Array
+    index: eqx.nn.StateIndex
+
+    def __init__(self):
+        self.w = jnp.full(WIDTH, 0.1)
+        self.index = eqx.nn.StateIndex(jnp.zeros((), jnp.float32))
+
+
+def test_a_weight_that_is_read_from_the_state(eqaccum):
+    """`weigh` carries the state from window to window, as the gradient's passes do."""
+    model, state = eqx.nn.make_with_state(Counter)()
+
+    def loss(model, state, example, key):
+        x, y = example
+        seen = state.get(model.index)
+        value = x @ model.w
+        means = eqaccum.Mean(value, 1) + eqaccum.Mean(value, 1 + seen)
+        return means, state.set(model.index, seen + 1)
+
+    step = eqaccum.make_step(loss, optax.sgd(1.0), global_batch=N, memory_limit=LIMIT)
+    train, metrics = step(step.init(model, state=state), (X, Y))
+    assert step.plan.windows > 1
+    passes = np.arange(N) // step.plan.microbatch  # of each row
+    slope = X.mean(axis=0) + X.sum(axis=0) / np.sum(1 + passes)
+    moved = 0.1 - np.asarray(train.model.w)
+    np.testing.assert_allclose(moved, slope, rtol=2e-4, atol=1e-6)

@@ -81,7 +81,7 @@ class AdditivePasses(Passes):
         state: list[Array],
         batch: Batch,
         before: list[Array] | None = None,
-    ) -> list[Array]:
+    ) -> PassOutputs:
         keys = split_keys(batch)
         first = len(captured) - len(self.forward.captured)
 
@@ -103,7 +103,7 @@ class AdditivePasses(Passes):
             start = _cleared(batch, before)
         return run(
             one, cut, batch, Sums([], PassOutputs([], start, state, [], []))
-        ).outputs.weights
+        ).outputs
 
     def forward_only(self) -> "ForwardPasses":
         return ForwardPasses(
@@ -172,7 +172,7 @@ class ForwardPasses(Passes):
         start = PassOutputs(totals, weights, state, zeros(out.aux_sums), [])
         return run(one, cut, batch, Sums([], start))
 
-    def weigh(self, cut: Cut, **shared: Any) -> list[Array]:
+    def weigh(self, cut: Cut, **shared: Any) -> PassOutputs:
         raise NotImplementedError("without a gradient nothing needs the ratios")
 
     def forward_only(self) -> "ForwardPasses":

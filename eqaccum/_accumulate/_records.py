@@ -217,8 +217,9 @@ class Passes(abc.ABC):
         state: list[Array],
         batch: Batch,
         before: list[Array] | None = None,
-    ) -> list[Array]:
-        """The weight of each `Mean` over this device's rows, and nothing else."""
+    ) -> PassOutputs:
+        """The weight of each `Mean` over this device's rows, the state after them, and
+        nothing else."""
 
     @abc.abstractmethod
     def forward_only(self) -> "Passes":

@@ -52,7 +52,7 @@ class GroupForward(Passes):
         rounds = _Rounds(self, self.shape, self.block, None, cut)
         return rounds.run(captured, arguments, state, batch)
 
-    def weigh(self, cut: Cut, **shared: Any) -> list[Array]:
+    def weigh(self, cut: Cut, **shared: Any) -> PassOutputs:
         raise NotImplementedError("a coupled loss has one term")
 
     def forward_only(self) -> "GroupForward":
@@ -85,7 +85,7 @@ class GroupPasses(Passes):
         rounds = _Rounds(self, self.shape, self.block, self.memory, cut, self.noise)
         return rounds.run(captured, arguments, state, batch)
 
-    def weigh(self, cut: Cut, **shared: Any) -> list[Array]:
+    def weigh(self, cut: Cut, **shared: Any) -> PassOutputs:
         raise NotImplementedError("a coupled loss has one term")
 
     def forward_only(self) -> GroupForward:

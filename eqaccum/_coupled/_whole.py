@@ -62,7 +62,7 @@ class WholePasses(Passes):
         gradients = swept.pull(cotangents, scale, run.counted_once(out.parameters))
         return Sums(gradients, run.outputs(swept.embedded.state, out))
 
-    def weigh(self, cut: Cut, **shared: Any) -> list[Array]:
+    def weigh(self, cut: Cut, **shared: Any) -> PassOutputs:
         raise NotImplementedError("a coupled loss has one term")
 
     def forward_only(self) -> "WholeForward":
@@ -122,7 +122,7 @@ class WholeForward(Passes):
         scale = run.scale if self.whole.scaled else None
         return Sums([], run.outputs(embedded.state, run.head(embedded.leaves, scale)))
 
-    def weigh(self, cut: Cut, **shared: Any) -> list[Array]:
+    def weigh(self, cut: Cut, **shared: Any) -> PassOutputs:
         raise NotImplementedError("a coupled loss has one term")
 
     def forward_only(self) -> "WholeForward":

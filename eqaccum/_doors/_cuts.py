@@ -280,7 +280,7 @@ def _gradient(
     }
     ratios: list[Array] = []
     if passes.num_terms > 1:
-        totals = passes.weigh(cut, **shared)
+        totals = passes.weigh(cut, **shared).weights
         ratios = [
             (totals[0] / w).astype(t.dtype)
             for w, t in zip(totals, passes.outputs.totals, strict=True)

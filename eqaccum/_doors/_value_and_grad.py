@@ -195,7 +195,7 @@ def _gradient_program(
     }
     ratios: list[Array] = []
     if pass_.num_terms > 1:
-        totals = pass_.weigh(cut, **shared)
+        totals = pass_.weigh(cut, **shared).weights
         ratios = [
             (totals[0] / w).astype(t.dtype)
             for w, t in zip(totals, pass_.outputs.totals, strict=True)

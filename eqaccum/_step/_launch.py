@@ -189,13 +189,13 @@ class Launcher:
         before = None
         if ready.cut.windows > 1:
             before = [np.zeros(s.shape, s.dtype) for s in ready.traced.outputs.weights]
-        out = None
+        out, state = None, train.state_leaves
         for number, window in self._windows(placed):
             program, batch = self._call(train, ready, window, number)
-            out = program.weigh(*shared, train.state_leaves, batch, before)
+            out = program.weigh(*shared, state, batch, before)
             if before is not None:
                 jax.block_until_ready(before)
-                before = out.weights
+                before, state = out.weights, out.state
         assert out is not None
         return out.ratios
 

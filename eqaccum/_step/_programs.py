@@ -72,9 +72,13 @@ class Scalars:
 
 @record
 class Weighed:
-    """The weights so far of a sum of `Mean`s on this device, and their ratios."""
+    """The weights so far of a sum of `Mean`s on this device, and their ratios.
+
+    The state goes on to the next window, for the loss may read a weight from it.
+    """
 
     weights: list[Any]
+    state: list[Any]
     ratios: list[Any]
 
 
@@ -262,7 +266,7 @@ class Builder:
             batch: Batch,
             before: list[Array] | None,
         ) -> Weighed:
-            weights = pass_.weigh(
+            out = pass_.weigh(
                 cut,
                 captured=captured,
                 arguments=arguments,
@@ -270,11 +274,11 @@ class Builder:
                 batch=batch,
                 before=before,
             )
-            first, *rest = _reduced(weights)
-            out = [jnp.ones_like(first), *(_ratio(first, other) for other in rest)]
+            first, *rest = _reduced(out.weights)
+            wide = [jnp.ones_like(first), *(_ratio(first, other) for other in rest)]
             totals = pass_.outputs.totals
-            ratios = [r.astype(t.dtype) for r, t in zip(out, totals, strict=True)]
-            return Weighed(weights, ratios)
+            ratios = [r.astype(t.dtype) for r, t in zip(wide, totals, strict=True)]
+            return Weighed(out.weights, out.state if cut.windows > 1 else [], ratios)
 
         batch = self.batch_structs(pass_, cut, bounded=bounded)
         mapped = self._mapped(program, batch, more=1, out=_WHOLE)
