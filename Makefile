@@ -2,6 +2,7 @@
 #   make quickstart    train the first example
 #   make test          the tests            (ARGS="-m slow" and the like are passed on)
 #   make test-kills    a hundred kills at random moments, each resumed (a quarter hour)
+#   make test-processes  jobs of two and three processes (ten minutes)
 #   make test-limits   plans of above 1 GB under a limit of the system's (ten minutes)
 #   make test-lowered  a hundred runs whose memory is taken away (half an hour)
 #   make bench         a step beside the other ways of writing it (a quarter of an hour)
@@ -16,6 +17,8 @@
 #   make bench-exact   gradients of every loss against the whole batch's (five minutes)
 #   make bench-coupled a contrastive step beside plain accumulation (five minutes)
 #   make bench-noise   what noise_scale=True costs (three minutes)
+#   make bench-elastic a run on changing machines beside one undisturbed (three minutes)
+#   make bench-scale   1.3B parameters on up to 2,048 devices, on paper (a quarter hour)
 #   make check         lint, format, types, import directions, the documentation
 #   make docs          build the documentation into site/ (strict)
 #   make dist          build wheel and sdist, try both in fresh environments
@@ -31,7 +34,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 UPGRADE ?=
 
-.PHONY: bench-growth bench-streaming bench-gpu bench-loop bench-fastest quickstart test test-kills test-limits test-lowered bench bench-plan bench-plan-live check docs dist \
+.PHONY: test-processes bench-elastic bench-scale bench-growth bench-streaming bench-gpu bench-loop bench-fastest quickstart test test-kills test-limits test-lowered bench bench-plan bench-plan-live check docs dist \
   changelog format lock clean
 
 quickstart: $(VENV)/.run
@@ -42,6 +45,10 @@ test: $(VENV)/.dev
 
 test-kills: $(VENV)/.dev
 	$(BIN)/python tests/kills.py $(ARGS)
+
+test-processes: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow tests/test_processes.py tests/test_devices.py \
+	  tests/test_shard_optimizer.py $(ARGS)
 
 test-limits: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow tests/test_real_limit.py $(ARGS)
@@ -73,7 +80,7 @@ bench-plan: $(VENV)/.dev
 bench-plan-live: $(VENV)/.dev
 	$(BIN)/python benchmarks/plan.py live $(ARGS)
 
-.PHONY: test-properties bench-exact bench-coupled bench-noise
+.PHONY: test-properties bench-exact bench-coupled bench-noise bench-elastic bench-scale
 
 test-properties: $(VENV)/.dev
 	$(BIN)/python tests/properties.py $(ARGS)
@@ -86,6 +93,12 @@ bench-coupled: $(VENV)/.dev
 
 bench-noise: $(VENV)/.dev
 	$(BIN)/python benchmarks/noise_scale.py $(ARGS)
+
+bench-elastic: $(VENV)/.dev
+	$(BIN)/python benchmarks/elastic.py --figure docs/elastic.svg $(ARGS)
+
+bench-scale: $(VENV)/.dev
+	$(BIN)/python benchmarks/scale.py --figure docs/scale.svg $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

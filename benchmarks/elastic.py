@@ -1,18 +1,19 @@
-"""One run on one device, then on four, then with less memory, against one undisturbed.
+"""One run on changing machines, against one undisturbed.
 
-    python benchmarks/elastic.py [--tiny] [--figure benchmarks/results/elastic.svg]
+    python benchmarks/elastic.py [--tiny] [--figure docs/elastic.svg]
 
 A small transformer with dropout learns to reverse its input, with AdamW; 64 examples
-per update. The disturbed run is three processes that share a directory of checkpoints:
-one CPU device, four faked ones, one with a memory limit that makes it cut the batch
-otherwise. Each resumes where the one before stopped. Examples, order and dropout masks
-must be the same, so its losses must lie on the undisturbed ones, up to rounding. Takes
-two minutes on two cores (`--tiny`: one) and prints a Markdown table; the figure needs
-matplotlib.
+per update. The disturbed run is four jobs that share a directory of checkpoints: one
+CPU device, four faked ones, two processes of two each (over loopback, gloo), one device
+with a memory limit that makes it cut the batch otherwise. Each resumes where the one
+before stopped. Examples, order and dropout masks must be the same, so its losses must
+lie on the undisturbed ones, up to rounding. Takes three minutes on two cores (`--tiny`:
+one) and prints a Markdown table; the figure needs matplotlib.
 """
 
 import argparse
 import json
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,13 +33,15 @@ class Phase:
 
     name: str
     share: float  # of all updates, those before included
-    devices: int
-    limit: str | None
+    devices: int  # of each process
+    limit: str | None = None
+    processes: int = 1
 
 
 PHASES = (
-    Phase("one device", 1 / 3, 1, None),
-    Phase("four devices", 2 / 3, 4, None),
+    Phase("one device", 1 / 4, 1),
+    Phase("four devices", 2 / 4, 4),
+    Phase("two processes of two devices", 3 / 4, 2, processes=2),
     Phase("one device, less memory", 1.0, 1, "1MiB"),
 )
 
@@ -53,6 +56,10 @@ def train(options: argparse.Namespace) -> None:
     import eqaccum
 
     jax.config.update("jax_num_cpu_devices", options.devices)
+    if options.processes > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        address = f"127.0.0.1:{options.port}"
+        jax.distributed.initialize(address, options.processes, options.process)
 
     class Reverser(eqx.Module):
         embed: eqx.nn.Embedding
@@ -100,26 +107,39 @@ def train(options: argparse.Namespace) -> None:
     )
     leaves = jax.tree.leaves(eqx.filter(result.model, eqx.is_array))
     print(
+        "\n",  # a collective's library may have left a line unfinished
         json.dumps(
             {
                 "loss": [float(value) for value in result.history["loss"]],
                 "plan": result.plan.summary(),
                 "parameters": [np.ravel(leaf).tolist() for leaf in leaves],
             }
-        )
+        ),
+        sep="",
     )
 
 
-def in_a_process(steps: int, phase: Phase, directory: str) -> dict[str, Any]:
+def in_processes(steps: int, phase: Phase, directory: str) -> dict[str, Any]:
+    """A job that goes on up to so many steps; what its first process told."""
     words = ["--steps", str(steps), "--devices", str(phase.devices)]
     words += ["--directory", directory] if directory else []
     words += ["--limit", phase.limit] if phase.limit else []
-    done = subprocess.run(
-        [sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True
-    )
-    if done.returncode:
+    words += ["--processes", str(phase.processes), "--port", str(free_port())]
+    command = [sys.executable, __file__, *words, "--process"]
+    others = [
+        subprocess.Popen([*command, str(process)], stdout=subprocess.DEVNULL)
+        for process in range(1, phase.processes)
+    ]
+    done = subprocess.run([*command, "0"], stdout=subprocess.PIPE, text=True)
+    if any([done.returncode, *(other.wait() for other in others)]):
         raise SystemExit(f"{phase.name} failed")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def distance(one: list[list[float]], other: list[list[float]]) -> float:
@@ -153,14 +173,14 @@ def draw(file: Path, calm: np.ndarray, parts: dict[str, tuple[int, int]], got: A
 
 
 def compare(options: argparse.Namespace) -> None:
-    total = 30 if options.tiny else 150
-    calm = in_a_process(total, PHASES[0], "")
+    total = 32 if options.tiny else 160
+    calm = in_processes(total, PHASES[0], "")
     parts, rows, start = {}, [], 0
     got: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         for phase in PHASES:
             stop = round(phase.share * total)
-            got = in_a_process(stop, phase, directory)
+            got = in_processes(stop, phase, directory)
             parts[phase.name] = (start, stop)
             rows.append((phase.name, start, stop, got["plan"]))
             start = stop
@@ -185,6 +205,9 @@ if __name__ == "__main__":
     parser.add_argument("--figure")
     parser.add_argument("--steps", type=int, help="(of one process)")
     parser.add_argument("--devices", type=int, default=1, help="(of one process)")
+    parser.add_argument("--processes", type=int, default=1, help="(of one process)")
+    parser.add_argument("--process", type=int, default=0, help="(of one process)")
+    parser.add_argument("--port", type=int, default=0, help="(of one process)")
     parser.add_argument("--directory", default="", help="(of one process)")
     parser.add_argument("--limit", help="(of one process)")
     options = parser.parse_args()

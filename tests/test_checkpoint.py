@@ -283,6 +283,26 @@ def test_on_other_devices_and_memory_it_is_the_same_to_rounding(tmp_path, capsys
     assert asked.num_microbatches == 3
 
 
+def test_the_plan_counts_what_a_save_holds(tmp_path):
+    """On CPU the arrays that are being written stay: parameters and momentum."""
+    plain = small(steps=2).plan
+    saving = small(steps=2, checkpoint=tmp_path / "run").plan
+    held = 2 * (40 * 50 + 4) * 4
+    assert saving.predicted_bytes - plain.predicted_bytes == held
+    assert dict(saving.parts.extra)["checkpoint being written"] == held
+    assert saving.parts.total == saving.predicted_bytes
+    planned = eqaccum.plan(
+        {"w": jnp.linspace(-1, 1, 2000).reshape(40, 50), "b": jnp.ones(4)},
+        np.linspace(-1, 1, 60, dtype=np.float32),
+        loss=small_loss,
+        optimizer=optax.sgd(0.1, momentum=0.9),
+        global_batch=8,
+        microbatch=4,
+        checkpoint=tmp_path / "another",
+    )
+    assert planned.predicted_bytes == saving.predicted_bytes
+
+
 def test_a_plan_is_kept_where_it_fits(tmp_path, capsys):
     arguments = {
         "model": {"w": jnp.ones(1000)},

@@ -281,7 +281,11 @@ def positions(
 ) -> Int[Array, "n"]:
     """The positions in the global batch of the rows of pass k on this device."""
     device = 0 if cut.axis_name is None else jax.lax.axis_index(cut.axis_name)
-    first = (k * cut.devices + device) * cut.microbatch
+    devices, before = cut.devices // cut.shares, 0
+    if cut.shares > 1:
+        before = device // devices * (cut.rows // cut.shares)
+        device = device % devices
+    first = before + (k * devices + device) * cut.microbatch
     if start is not None:
-        first = first + start
+        first = first + start // cut.shares
     return first + jnp.arange(cut.microbatch, dtype=jnp.int32)

@@ -91,6 +91,10 @@ class Cut:
     There is one window unless the rows do not fit beside the activations. Where
     `group` consecutive rows belong together, a pass holds several groups, or a group
     takes several passes in a row on one device, filled up where it does not divide.
+
+    Where each of several processes gives its own rows, `shares` is their number: the
+    devices of one hold consecutive positions of the global batch, `rows` / `shares` of
+    them, and deal those out among themselves.
     """
 
     num_microbatches: int  # of one window
@@ -99,6 +103,8 @@ class Cut:
     axis_name: str | None  # of the devices; None outside of a mesh
     windows: int = 1
     group: int | None = None
+    shares: int = 1
+    rows: int = 0  # of the global batch, where there are several shares
 
     @property
     def window(self) -> int:
@@ -114,7 +120,7 @@ class Cut:
         """Passes to run so that the rows below `last` are covered."""
         several = self._passes_of_group
         if self.group is None or several == 1:
-            return -(-last // (self.devices * self.microbatch))
+            return -(-last * self.shares // (self.devices * self.microbatch))
         return several * -(-last // (self.devices * self.group))
 
     @functools.cached_property
@@ -137,9 +143,24 @@ class Cut:
         places[padding] = np.arange(rows, self.capacity)
         return places
 
-    def in_order(self, leaf: Any) -> Any:
-        """What is listed for each slot, listed for each row."""
-        return leaf if self.places is None else leaf[np.argsort(self.places)]
+    def in_order(self, leaf: Any, counts: Sequence[int]) -> Any:
+        """What is listed for each slot, listed for each row.
+
+        `counts` are the rows of each share; one number where they are not shared.
+        """
+        if self.shares > 1:
+            slots = self._slots_by_share
+            taken = [own[:count] for own, count in zip(slots, counts, strict=True)]
+            return leaf[np.concatenate(taken)]
+        order = leaf if self.places is None else leaf[np.argsort(self.places)]
+        return order[: counts[0]]
+
+    @property
+    def _slots_by_share(self) -> np.ndarray:
+        """The slots that hold the rows of each share, in order: (shares, ...)."""
+        passes = self.windows * self.num_microbatches
+        slots = np.arange(self.capacity).reshape(passes, self.shares, -1)
+        return slots.transpose(1, 0, 2).reshape(self.shares, -1)
 
     @property
     def independent(self) -> int:
@@ -246,6 +267,11 @@ class Form(eqx.Module):
     def sequential(self) -> bool:
         """Whether its passes must run one after the other, on one device, and step
         after step: what earlier ones computed is read by later ones."""
+
+    @property
+    @abc.abstractmethod
+    def shares_rows(self) -> bool:
+        """Whether the processes may give consecutive rows of the global batch each."""
 
     @abc.abstractmethod
     def check_batch(self, *, rows: int, devices: int) -> None:

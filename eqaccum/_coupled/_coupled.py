@@ -43,6 +43,10 @@ class Coupled(Form):
             self.head, ["model", "embeddings", "weights"], has_state=False
         )
 
+    @property
+    def shares_rows(self) -> bool:
+        return self.group is None
+
     def check_batch(self, *, rows: int, devices: int) -> None:
         if self.group is not None and self.group > rows:
             raise _errors.group_above_batch(self.group, rows)

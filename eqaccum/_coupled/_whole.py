@@ -193,9 +193,13 @@ class _Run:
     def own(self, leaf: Array) -> Array:
         """(N, ...) in the global batch's order -> (K, n, ...) of this device."""
         cut = self.cut
-        padding = [(0, cut.capacity - leaf.shape[0])] + [(0, 0)] * (leaf.ndim - 1)
-        shape = (cut.num_microbatches, cut.devices, cut.microbatch, *leaf.shape[1:])
-        whole = jnp.pad(leaf, padding).reshape(shape)
+        rest = leaf.shape[1:]
+        shares = leaf.reshape(cut.shares, -1, *rest)
+        padding = [(0, 0), (0, cut.capacity // cut.shares - shares.shape[1])]
+        shares = jnp.pad(shares, padding + [(0, 0)] * len(rest))
+        shares = shares.reshape(cut.shares, cut.num_microbatches, -1, *rest)
+        shape = (cut.num_microbatches, cut.devices, cut.microbatch, *rest)
+        whole = jnp.swapaxes(shares, 0, 1).reshape(shape)
         if cut.axis_name is None:
             return whole[:, 0]
         device = jax.lax.axis_index(cut.axis_name)
@@ -206,7 +210,11 @@ class _Run:
         if self.cut.axis_name is not None:
             leaf = jax.lax.all_gather(leaf, self.cut.axis_name, axis=1)
             leaf = leaf.reshape(leaf.shape[0], -1, *leaf.shape[3:])
-        return leaf.reshape(-1, *leaf.shape[2:])[: self.passes.rows]
+        rest, shares = leaf.shape[2:], self.cut.shares
+        leaf = leaf.reshape(leaf.shape[0], shares, -1, *rest)
+        leaf = jnp.swapaxes(leaf, 0, 1).reshape(shares, -1, *rest)
+        leaf = leaf[:, : self.passes.rows // shares]
+        return leaf.reshape(-1, *rest)
 
     def _inputs(self, k: Array, state: list[Array]) -> PassInputs:
         def at(leaf: Array) -> Array:

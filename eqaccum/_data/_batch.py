@@ -39,6 +39,7 @@ class Batch:
     `count` is its number of rows, `index` its place in the epoch, `first_row` the
     number of the epoch's rows before it. `weights` is None where all rows weigh 1.
     `after` is where the next batch begins, None where its number says it all.
+    Where these are only this process's rows, `counts` are those of each process.
     """
 
     layout: Layout
@@ -50,6 +51,12 @@ class Batch:
     index: int = 0
     first_row: int = 0
     after: Place | None = None
+    counts: tuple[int, ...] = ()
+
+    @property
+    def examples(self) -> int:
+        """Rows of the global batch, in all processes."""
+        return sum(self.counts) if self.counts else self.count
 
     def take(self, order: np.ndarray) -> list[Any]:
         """The rows at these positions, which may repeat, in their final dtypes.

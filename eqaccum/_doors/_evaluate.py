@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from .. import _errors
 from .._accumulate import Form, accepts_key, check_labels, narrowed
 from .._data import Batch, Source, open_source
-from .._mesh import placement_on
+from .._mesh import on_host, placement_on
 from .._step import (
     Forward,
     Settings,
@@ -122,6 +122,8 @@ class Evaluation:
         inference: bool = True,
         mesh: Mesh | None = None,
     ) -> None:
+        if source.kind == "iterable" and placement_on(mesh).is_shared:
+            raise _errors.iterable_in_processes("evaluate or validation=")
         self._source = source
         self._rows = global_batch
         self._inference = inference
@@ -216,6 +218,8 @@ def predict(
     source = open_source(x, in_axes=in_axes)
     if not source.has_values:
         raise _errors.only_shapes()
+    if source.kind == "iterable" and placement_on(mesh).is_shared:
+        raise _errors.iterable_in_processes("predict")
     rows = _rows(global_batch, source)
     forward = _forward(
         _Prediction(accepts_key(model), state is not None, compute_dtype),
@@ -240,7 +244,7 @@ def _outputs(
 ) -> Iterator[PyTree]:
     for ready, batch, out in forward.run(model, state, batches, key=key):
         rows = [
-            np.asarray(leaf).reshape(-1, *leaf.shape[2:])[: batch.count]
+            on_host(leaf).reshape(-1, *leaf.shape[2:])[: batch.count]
             for leaf in out.aux_rows
         ]
         boxed = ready.traced.aux_spec.assemble([], rows)

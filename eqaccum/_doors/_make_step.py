@@ -33,6 +33,7 @@ def make_step(
     remat: Any = None,
     compute_dtype: Any = None,
     mesh: Mesh | None = None,
+    shard_optimizer: bool = False,
     nonfinite: Own[str, ...] = "raise",
     noise_scale: bool = False,
     grad_metrics: Own[Callable | None, ...] = None,
@@ -66,6 +67,10 @@ def make_step(
         policy. The gradient is the same.
     - `compute_dtype`: the floating leaves of the model are cast to it inside the loss.
     - `mesh`: a mesh with an axis `"data"`; None: all devices of the job.
+    - `shard_optimizer`: True cuts the optimizer's state and the reduced gradient over
+        the devices of the axis `"data"`; each updates its part, and the parameters are
+        gathered after that (ZeRO-2). The result is the same. Leaves with no axis that
+        divides stay whole, and the plan names them.
     - `nonfinite`: `"raise"`, `"skip"` (nothing is updated) or `"ignore"`.
     - `noise_scale`: estimate the gradient noise scale (McCandlish et al. 2018,
         arXiv:1812.06162) from the passes of each step, which are at least two then;
@@ -140,6 +145,7 @@ def make_step(
             grad_metrics=grad_metrics,
             ema=ema,
             noise_scale=noise_scale,
+            shard_optimizer=shard_optimizer,
             axis_name=axis_name,
             cache=cache,
             compiler_options=compiler_options,
@@ -151,5 +157,7 @@ def placement_for(loss: Any, mesh: Mesh | None) -> Placement:
     """Where a loss is trained: on all devices, or on one if its passes go in order."""
     placement = placement_on(mesh)
     if mesh is None and isinstance(loss, Form) and loss.sequential:
+        if placement.is_shared:
+            raise _errors.bank_on_processes()
         return placement.first_device
     return placement

@@ -23,6 +23,7 @@ _STEP_OPTIONS = (
     "remat",
     "compute_dtype",
     "mesh",
+    "shard_optimizer",
     "nonfinite",
     "grad_metrics",
     "ema",
@@ -41,7 +42,7 @@ _IGNORED_BY_PLAN = (
     "validation",
     "validate_every",
     "callbacks",
-    "checkpoint",
+    "checkpoint",  # counted below
     "save_every",
     "resume",
 )
@@ -115,6 +116,8 @@ def plan(
         in_axes=in_axes,
         **known,
     )
+    if options.get("checkpoint") is not None:
+        step.count_saves()
     step.describe(model, state)
     return step.prepare(source.layout).plan
 

@@ -294,7 +294,7 @@ def _returned(
     aux = None
     if plan.options.has_aux:
         flat = [leaf.reshape(-1, *leaf.shape[2:]) for leaf in out.aux_rows]
-        rows = [cut.in_order(leaf)[:count] for leaf in flat]
+        rows = [cut.in_order(leaf, (count,)) for leaf in flat]
         aux = pass_.aux_spec.assemble(
             finish_aux(pass_.aux_spec, out.aux_sums, weight), rows
         )

@@ -193,6 +193,24 @@ from ._plan import (
     nothing_fits as nothing_fits,
     pinned_over_limit as pinned_over_limit,
 )
+from ._processes import (
+    RanOutElsewhere as RanOutElsewhere,
+    bank_on_processes as bank_on_processes,
+    checkpoints_differ as checkpoints_differ,
+    devices_per_process as devices_per_process,
+    does_not_fit_elsewhere as does_not_fit_elsewhere,
+    failed_elsewhere as failed_elsewhere,
+    groups_of_shares as groups_of_shares,
+    iterable_in_processes as iterable_in_processes,
+    limit_unknown_elsewhere as limit_unknown_elsewhere,
+    mesh_of_some_processes as mesh_of_some_processes,
+    no_rows_to_share as no_rows_to_share,
+    plans_differ as plans_differ,
+    ran_out_elsewhere as ran_out_elsewhere,
+    shapes_differ_between_processes as shapes_differ_between_processes,
+    share_of_global_batch as share_of_global_batch,
+    stopped_elsewhere as stopped_elsewhere,
+)
 from ._say import say as say, warn as warn
 from ._step import (
     accumulates_already as accumulates_already,
@@ -233,6 +251,7 @@ from ._step import (
     penalty_arguments as penalty_arguments,
     penalty_value as penalty_value,
     plan_mismatch as plan_mismatch,
+    sharded_elsewhere as sharded_elsewhere,
     too_many_skips as too_many_skips,
     total_unknown as total_unknown,
     unknown_argument as unknown_argument,

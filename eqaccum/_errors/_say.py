@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from ._exceptions import EqaccumWarning
 
 
@@ -17,7 +19,12 @@ def shown(value: Any) -> str:
 
 
 def say(text: str) -> None:
-    """Prints one line, `eqaccum: text`, on standard error."""
+    """Prints one line, `eqaccum: text`, on standard error.
+
+    Of the processes of a job the first one speaks for all.
+    """
+    if jax.distributed.is_initialized() and jax.process_index() != 0:
+        return
     with _beside_bars():
         print(f"eqaccum: {text}", file=sys.stderr, flush=True)
 

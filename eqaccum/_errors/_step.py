@@ -282,6 +282,14 @@ def mesh_without_data(mesh: Any) -> InputError:
     )
 
 
+def sharded_elsewhere(name: str, spec: Any, theirs: Any, mesh: Any) -> InputError:
+    return InputError(
+        f"{name} is sharded as {spec} over a mesh of {dict(theirs)}, and the run is on "
+        f"one of {dict(mesh.shape)}. Pass the mesh of the parameters as mesh=; it "
+        "needs an axis 'data', over which the batch is cut."
+    )
+
+
 def bad_remat(value: Any) -> InputError:
     return InputError(
         f'remat={value!r}; expected None, "auto" (where one example per pass does not '

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from .. import _errors
 from .._accumulate import Options, check_labels, check_not_one_hot, run_key
-from .._data import Source, open_source
+from .._data import Shares, Source, open_source
 from .._doors import (
     DEFAULT_OPTIMIZER,
     Evaluation,
@@ -32,6 +32,7 @@ from ._record import Cutting
 from ._result import FitResult
 from ._resume import Start, starting_point
 from ._run import Run, check_callbacks
+from ._together import Together
 
 
 @at_the_door
@@ -61,6 +62,7 @@ def fit(
     remat: Any = None,
     compute_dtype: Any = None,
     mesh: Mesh | None = None,
+    shard_optimizer: bool = False,
     checkpoint: Own[str | os.PathLike | None, ...] = None,
     save_every: Own[int | None, ...] = None,
     resume: Own[bool | FitResult, ...] = False,
@@ -121,6 +123,10 @@ def fit(
         policy. The gradient is the same.
     - `compute_dtype`: the model's floating leaves are cast to it inside the loss.
     - `mesh`: a mesh with an axis `"data"`; None: all devices of the job.
+    - `shard_optimizer`: True cuts the optimizer's state and the reduced gradient over
+        the devices of the axis `"data"`; each updates its part, and the parameters are
+        gathered after that (ZeRO-2). The result is the same. Leaves with no axis that
+        divides stay whole, and the plan names them.
     - `checkpoint`: a directory for checkpoints, written in the background after every
         `save_every` steps (None: at the end of each epoch) and at the end; the newest
         two are kept. SIGTERM then saves the step under way and exits with 143. Needs
@@ -201,6 +207,10 @@ def fit(
     placement = placement_for(chosen.fn, mesh)
     cutting = Cutting(rows, source.rows, length.shuffle, length.drop_remainder)
     start = starting_point(checkpoint=checkpoint, save_every=save_every, resume=resume)
+    if placement.is_shared and source.kind == "iterable":
+        processes = len(placement.processes)
+        source = Shares(source, processes, placement.exchange)
+    start.check_seen_by_all(placement)
     start.check_model(model)
     start.check_data(cutting, length, source)
     with_plan = functools.partial(
@@ -217,6 +227,7 @@ def fit(
         remat=remat,
         compute_dtype=compute_dtype,
         mesh=mesh,
+        shard_optimizer=shard_optimizer,
         nonfinite=nonfinite,
         grad_metrics=grad_metrics,
         ema=ema,
@@ -258,6 +269,7 @@ def fit(
         classes=labels,
         train=begun.train,
         order_key=begun.train.key,
+        together=Together(placement),
         validation=evaluation,
         validate_every=validation_steps,
         callbacks=tuple(callbacks),
@@ -289,6 +301,10 @@ def _prepared(
 ) -> Step:
     """The step with its programs: for the plan given, the one kept, or a new one."""
     step = with_plan(plan=given or kept)
+    if isinstance(source, Shares):
+        step.share_rows()
+    if start.path is not None:
+        step.count_saves()
     step.describe(model, state)
     try:
         step.prepare(source.layout)

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import PyTree
 
 from .. import _errors
 from .._data import Place, Source
-from .._mesh import Placement
-from .._plan import Plan, format_bytes, read_limit
+from .._mesh import Placement, on_host
+from .._plan import Plan, format_bytes
+from .._step import common_limit
 from .._types import TrainState
 from ._checkpoint import (
     Checkpoints,
@@ -35,7 +37,7 @@ from ._leaves import (
     specs_of,
 )
 from ._length import Length, count
-from ._orbax import orbax
+from ._orbax import newest_folder, orbax
 from ._record import Cutting, Position, position_after
 from ._result import FitResult
 
@@ -79,6 +81,15 @@ class Start:
     path: Path | None
     every: int | None
     past: Past | None
+
+    def check_seen_by_all(self, placement: Placement) -> None:
+        """Refuses a directory in which the processes see different checkpoints."""
+        if self.path is None or not placement.is_shared:
+            return
+        found = newest_folder(self.path)
+        told = placement.exchange(-1 if found is None else int(found.name))
+        if len(set(told)) > 1:
+            raise _errors.checkpoints_differ(self.path, [step for (step,) in told])
 
     def check_model(self, model: PyTree) -> None:
         """Refuses a model of another structure before anything is compiled for it."""
@@ -127,7 +138,7 @@ class Start:
             return None
         need = past.plan.predicted_bytes
         try:
-            limit = read_limit(memory_limit, placement.devices)
+            limit = common_limit(memory_limit, placement)
         except _errors.CannotTell:
             return past.plan
         if need is not None and need > limit.bytes:
@@ -238,10 +249,14 @@ def _of_result(result: Any) -> Past | None:
         leaves={name: spec_of(leaf) for name, leaf in leaves.items()},
         place=None,
         read=lambda: (
-            {name: np.asarray(leaf) for name, leaf in leaves.items()},
+            {name: _host(leaf) for name, leaf in leaves.items()},
             History.of(dict(result.history)),
         ),
     )
+
+
+def _host(leaf: Any) -> np.ndarray:
+    return on_host(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
 
 
 def _differs(past: Past, what: str, before: Any, now: Any) -> None:

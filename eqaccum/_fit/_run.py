@@ -11,8 +11,9 @@ from .. import _errors
 from .._accumulate import check_labels
 from .._data import Batch, Place, Source, epoch_order
 from .._doors import Evaluation, SelfTest
+from .._mesh import parts_here
 from .._plan import Plan
-from .._step import Placed, Step, region
+from .._step import Pending, Placed, Step, region
 from .._types import Metrics, TrainState
 from ._checkpoint import Checkpoints
 from ._history import VALIDATION, History
@@ -22,6 +23,7 @@ from ._length import Length
 from ._progress import Progress
 from ._record import Position
 from ._result import FitResult
+from ._together import Together
 
 _MAX_SKIPPED = 20
 
@@ -37,6 +39,7 @@ class Run:
     classes: int | None
     train: TrainState
     order_key: np.ndarray
+    together: Together
     validation: Evaluation | None
     validate_every: int | None
     callbacks: Sequence[Callable]
@@ -53,7 +56,7 @@ class Run:
 
     def go(self) -> FitResult:
         bar = Progress(
-            show=self.progress,
+            show=self.progress if self.together.is_first else False,
             total=self.length.steps,
             done=self.train.step,
             passes=self._plan.num_microbatches,
@@ -70,7 +73,7 @@ class Run:
             raise
         finally:
             bar.close()
-        if interrupt.terminated:
+        if self.together.terminated(interrupt):
             raise SystemExit(TERMINATED)
         return self.result
 
@@ -106,9 +109,13 @@ class Run:
     def _rescue(
         self, error: BaseException, checkpoints: Checkpoints, *, lost: bool
     ) -> None:
-        """Saves the last good step, and says in the exception where to go on."""
+        """Saves the last good step, and says in the exception where to go on.
+
+        Several processes save together or not at all: one alone would wait for ever.
+        """
         try:
-            if not isinstance(error, KeyboardInterrupt | _errors.CheckpointError):
+            quiet = KeyboardInterrupt | _errors.CheckpointError
+            if self.together.knows(error) and not isinstance(error, quiet):
                 # An exception may have come between an update and its entry.
                 whole = len(self.history.get("loss", ())) == self.train.batch_index
                 if whole and not lost and self.train.step > 0:
@@ -165,7 +172,7 @@ class Run:
         last = time.perf_counter()
         while placed is not None:
             epoch = placed.batch.epoch
-            pending = self.step.launch(self.train, placed)
+            pending = self._launch(placed)
             following = self._following(batches, interrupt)
             self.train, metrics = self.step.complete(self.train, pending)
             now = time.perf_counter()
@@ -176,6 +183,7 @@ class Run:
             last = now
             bar.step(loss=metrics.loss, examples=metrics.examples)
             self._count_skips(metrics)
+            following = self._heard(following, interrupt)
             ended = self._ends_epoch(placed.batch, following)
             validation = self._validate(epoch_ended=ended)
             stop = self._call_back(metrics, epoch, validation)
@@ -183,7 +191,7 @@ class Run:
             last += self._paused(now)
             if following.failure is not None:
                 raise following.failure
-            if stop or interrupt.asked:
+            if stop or self.together.asked(interrupt):
                 _errors.say(f"stopped after step {self.train.step}")
                 return
             if self._is_over:
@@ -218,13 +226,18 @@ class Run:
         self, metrics: Metrics, epoch: int, validation: dict[str, float] | None
     ) -> bool:
         """Calls those that are due; whether one of them asks to stop."""
-        step, stop = self.train.step, False
+        if not self.callbacks:
+            return False
+        step, stop, failure = self.train.step, False, None
         info = Info(step, epoch, metrics, validation, self.history, self.train)
-        for callback in self.callbacks:
-            if step % getattr(callback, "every", 1) == 0:
-                with region("callback"):
-                    stop = callback(info) is True or stop
-        return stop
+        try:
+            for callback in self.callbacks:
+                if step % getattr(callback, "every", 1) == 0:
+                    with region("callback"):
+                        stop = callback(info) is True or stop
+        except Exception as error:
+            failure = error
+        return self.together.agree(stop, failure)
 
     @staticmethod
     def _paused(since: float) -> float:
@@ -260,7 +273,7 @@ class Run:
         last = steps is not None and self.train.step + 1 >= steps
         if last and not self.step.may_skip:
             return _Following(is_last=True)
-        if interrupt.asked:
+        if interrupt.asked and not self.together.several:
             return _Following()
         try:
             batch = next(batches, None)
@@ -270,10 +283,28 @@ class Run:
         except Exception as error:
             return _Following(failure=error)
 
+    def _launch(self, placed: Placed) -> Pending:
+        try:
+            return self.step.launch(self.train, placed)
+        except _errors.StepError as error:
+            self.together.known = error  # accumulate: all processes told each other
+            raise
+
+    def _heard(self, following: "_Following", interrupt: Interrupt) -> "_Following":
+        """What follows in all processes: nothing where one of them failed."""
+        failure = following.failure
+        if failure is None and self.checkpoints is not None and self.together.several:
+            try:
+                self.checkpoints.check()
+            except _errors.CheckpointError as error:
+                failure = error
+        failure = self.together.hear(interrupt, failure)
+        return following if failure is None else _Following(failure=failure)
+
     def _place(self, batch: Batch) -> Placed:
         placed = self.step.place(batch, self.train)
         if self.classes is not None:
-            check_labels([np.asarray(placed.rows[self._target])], self.classes)
+            check_labels(parts_here(placed.rows[self._target]), self.classes)
         return placed
 
     def _batches(self) -> Iterator[Batch]:
@@ -294,7 +325,9 @@ class Run:
     def _count_skips(self, metrics: Metrics) -> None:
         self._skipped = self._skipped + 1 if metrics.skipped else 0
         if self._skipped >= _MAX_SKIPPED:
-            raise _errors.too_many_skips(self._skipped)
+            error = _errors.too_many_skips(self._skipped)
+            self.together.known = error
+            raise error
 
 
 @dataclass(frozen=True)

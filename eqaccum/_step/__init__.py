@@ -1,3 +1,4 @@
+from ._agree import common_limit as common_limit
 from ._compile import forget as forget, region as region
 from ._forward import Forward as Forward
 from ._launch import Pending as Pending, Placed as Placed

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from .._mesh import Placement
 from ._planner import Ready
@@ -31,7 +32,11 @@ class Buffers:
             known = self._captured[id(array)] = (array, placed)
         return known[1]
 
-    def empty(self, structs: Sequence[Any]) -> list[Any]:
+    def empty(
+        self,
+        structs: Sequence[Any],
+        specs: Sequence[PartitionSpec] | None = None,
+    ) -> list[Any]:
         """Fresh zeros, copied from one buffer of the host's.
 
         Zeros for each leaf on the host stayed resident for the whole run where the
@@ -43,7 +48,8 @@ class Buffers:
             [
                 zeros[:size].view(s.dtype).reshape(s.shape)
                 for s, size in zip(structs, sizes, strict=True)
-            ]
+            ],
+            specs,
         )
         return jax.block_until_ready(placed)  # and lets go of the zeros
 
@@ -60,7 +66,8 @@ class Buffers:
         spare = self._spare.pop(_shapes(ready), None)
         if spare is not None:
             return spare
-        return self.empty(ready.traced.gradient_structs)
+        traced = ready.traced
+        return self.empty(traced.gradient_structs, ready.builder.summed(traced))
 
     def give_back(self, ready: Ready, gradient: list[Any], kept: list[Any]) -> None:
         """Hands in the buffers of a step that is done, for the next one."""

@@ -130,6 +130,7 @@ def lower(
     args: tuple[Any, ...],
     *,
     placement: Placement,
+    out: Any,
     donate: tuple[int, ...] = (),
     options: Mapping[str, Any] | None = None,
 ) -> Lowered:
@@ -140,7 +141,8 @@ def lower(
             return fn(*args)
 
     program.__name__ = f"eqaccum_{name}"  # what a profile and a compiler's log show
-    jitted = jax.jit(program, donate_argnums=donate, keep_unused=True)
+    lies = {} if placement.mesh.size == 1 else {"out_shardings": out}
+    jitted = jax.jit(program, donate_argnums=donate, keep_unused=True, **lies)
     lowered = jitted.lower(*args)
     text = lowered.as_text()
     parts = (

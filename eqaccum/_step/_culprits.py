@@ -52,11 +52,13 @@ def find_culprits(
         tail.row_by_row = (passes, builder.accumulate(passes, cut).compile())
     traced, program = tail.row_by_row
     place = launcher.placement.place
-    gradients = place([np.zeros(s.shape, s.dtype) for s in traced.gradient_structs])
+    zeros = [np.zeros(s.shape, s.dtype) for s in traced.gradient_structs]
+    gradients = place(zeros, builder.summed(traced))
     ratios = [np.ones(s.shape, s.dtype) for s in builder.ratios(traced)]
     structs = builder.before(traced)
-    before = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), structs)
+    nothing = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), structs)
     rows = np.flatnonzero(placed.laid.weights[: placed.batch.count] > 0)
+    before = _rows_before(launcher, placed)
     bad_loss: list[int] = []
     bad_gradient: list[int] = []
     start, looked = time.monotonic(), 0
@@ -69,22 +71,31 @@ def find_culprits(
             batch,
             ratios,
             gradients,
-            before,
+            nothing,
         )
         looked += 1
         if not np.isfinite(np.asarray(outputs.totals)).all():
-            bad_loss.append(int(row))
+            bad_loss.append(before + int(row))
         elif not all(bool(jnp.isfinite(g).all()) for g in gradients):
-            bad_gradient.append(int(row))
+            bad_gradient.append(before + int(row))
         late = time.monotonic() - start > _MOST_SECONDS
         if late or len(bad_loss) + len(bad_gradient) >= _MOST_ROWS:
             break
     return Culprits(bad_loss, bad_gradient, looked, len(rows))
 
 
+def _rows_before(launcher: Launcher, placed: Placed) -> int:
+    """Rows of the global batch before those of this process, where they are shared."""
+    cut = placed.ready.cut
+    if cut.shares == 1:
+        return 0
+    devices = cut.devices // cut.shares
+    return launcher.placement.here[0] // devices * (cut.rows // cut.shares)
+
+
 def _one_row(launcher: Launcher, train: TrainState, placed: Placed, row: int) -> Slots:
-    devices = placed.ready.cut.devices
-    place = launcher.placement.place_rows
+    placement = launcher.placement
+    place, devices = placement.place_rows, len(placement.here)
     taken = placed.batch.take(np.full(devices, row))
     return Slots(
         place([leaf.reshape(1, devices, *leaf.shape[1:]) for leaf in taken]),
@@ -92,7 +103,8 @@ def _one_row(launcher: Launcher, train: TrainState, placed: Placed, row: int) ->
         train.key,
         train.batch_count,
         None,
-        np.asarray(row, np.int32),
+        # the first device's slot is the row's position: of this process's devices
+        np.asarray(_rows_before(launcher, placed) + row - placement.here[0], np.int32),
         np.asarray(True),
         None,
     )

@@ -98,10 +98,13 @@ def start_trial(ready: Ready) -> Trial:
             wanted.append(fewest)
     trial = Trial(ready, ready, wanted)
     remembered = Planner(ready.builder).remembered_seconds(ready, wanted)
-    if remembered is None:
+    best = 0
+    if remembered is not None:
+        best = min(remembered, key=lambda passes: remembered[passes])
+    told = ready.builder.settings.placement.exchange(best)
+    if best == 0 or set(told) != {(best,)}:
         return trial
-    # An earlier run has settled: nothing is left to try.
-    best = min(remembered, key=lambda passes: remembered[passes])
+    # An earlier run has settled, in every process: nothing is left to try.
     if best != ready.cut.num_microbatches:
         chosen = Planner(ready.builder).with_passes(best, like=ready)
         trial.current = ready if chosen is None else chosen

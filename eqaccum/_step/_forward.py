@@ -86,7 +86,11 @@ class Forward:
         data = run_key(key)
         place = self._settings.placement.place
         split = self._skeleton.model.split(model)
-        leaves = place(split.trainable), place(split.frozen)
+        read = self._skeleton
+        leaves = (
+            place(split.trainable, read.parameter_specs),
+            place(split.frozen, read.frozen_specs),
+        )
         states: list[Any] = []
         if self._skeleton.state is not None:
             states = place(self._skeleton.state.split(state).frozen)
@@ -125,12 +129,12 @@ class Forward:
     ) -> Any:
         cut = ready.cut
         laid = slots(batch.count, batch.weights, capacity=cut.capacity)
-        shape = (cut.num_microbatches, cut.devices * cut.microbatch)
-        place = self._settings.placement.place_rows
-        slots_of = slice(None) if cut.places is None else cut.places
-        taken = batch.take(laid.order[slots_of])
-        rows = place([leaf.reshape(*shape, *leaf.shape[1:]) for leaf in taken])
-        (weights,) = place([laid.weights[slots_of].reshape(shape)])
+        passes, placement = cut.num_microbatches, self._settings.placement
+        places = np.arange(cut.capacity) if cut.places is None else cut.places
+        places = placement.slots_here(places, passes)
+        taken, place = batch.take(laid.order[places]), placement.place_rows
+        rows = place([leaf.reshape(passes, -1, *leaf.shape[1:]) for leaf in taken])
+        (weights,) = place([laid.weights[places].reshape(passes, -1)])
         arguments = Arguments(
             *leaves,
             self._buffers.captured(ready.builder.skeleton.loss_arrays),

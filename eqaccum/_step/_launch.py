@@ -12,6 +12,7 @@ from .. import _errors
 from .._accumulate import Arguments, Batch as Slots, PassOutputs
 from .._data import Batch, Slots as Laid, slots
 from .._mesh import Placement
+from .._plan import is_out_of_memory
 from .._types import TrainState
 from ._buffers import Buffers
 from ._compile import region
@@ -46,8 +47,10 @@ class Placed:
     @property
     def padded(self) -> bool:
         """Whether one of the rows of the global batch has weight 0."""
-        global_batch = self.ready.builder.settings.global_batch
-        return not self.laid.weights[:global_batch].all()
+        settings = self.ready.builder.settings
+        if self.batch.counts:
+            return sum(self.batch.counts) < settings.global_batch
+        return not self.laid.weights[: settings.global_batch].all()
 
 
 @dataclass
@@ -81,15 +84,47 @@ class Launcher:
 
     def place(self, batch: Batch, ready: Ready) -> Placed:
         """Lays a batch into slots and gathers its first window: the one copy of it."""
-        laid = slots(batch.count, batch.weights, capacity=ready.cut.capacity)
+        capacity = ready.cut.capacity // ready.cut.shares
+        laid = slots(batch.count, batch.weights, capacity=capacity)
+        if batch.counts:  # all processes run as many passes
+            laid = replace(laid, last=max(batch.counts))
         first = self._window(batch, laid, ready, 0)
         return Placed(batch, laid, first, self.buffers.whole(batch.whole), ready)
 
     def launch(self, train: TrainState, placed: Placed) -> Pending:
         """Starts accumulate and finish; returns before they are done."""
         started = time.perf_counter()
-        summed = self._accumulate(train, placed)
+        if self.placement.is_shared:
+            summed = self._accumulate_together(train, placed)
+        else:
+            summed = self._accumulate(train, placed)
         return self._finish(train, placed, summed, started)
+
+    def _accumulate_together(self, train: TrainState, placed: Placed) -> _Summed:
+        """Accumulate, and whether it worked in every process: finish waits for all.
+
+        **Raises:**
+
+        What went wrong here, `RanOutElsewhere` where another process ran out of memory,
+        `StepError` where it failed in another way.
+        """
+        summed, failure = None, None
+        try:
+            summed = self._accumulate(train, placed)
+            jax.block_until_ready((summed.gradients, summed.outputs))
+        except Exception as error:
+            failure = error
+        ran_out = failure is not None and is_out_of_memory(failure)
+        told = self.placement.exchange(int(failure is not None), int(ran_out))
+        lost = [p for p, (failed, memory) in enumerate(told) if failed and not memory]
+        if lost and (failure is None or ran_out):
+            raise _errors.failed_elsewhere(lost) from failure
+        if failure is not None:
+            raise failure
+        if any(failed for failed, _ in told):
+            raise _errors.ran_out_elsewhere([p for p, (f, _) in enumerate(told) if f])
+        assert summed is not None
+        return summed
 
     def check_bank(self, train: TrainState, ready: Ready) -> None:
         """Refuses a memory bank that another loss filled."""
@@ -110,15 +145,18 @@ class Launcher:
 
     def _window(self, batch: Batch, laid: Laid, ready: Ready, number: int) -> Window:
         cut = ready.cut
-        shape = (cut.num_microbatches, cut.devices * cut.microbatch)
-        part = slice(number * cut.window, (number + 1) * cut.window)
-        slots = part if cut.places is None else cut.places
+        passes, window = cut.num_microbatches, cut.window // cut.shares
+        slots = np.arange(number * window, (number + 1) * window)
+        if cut.places is not None:
+            slots = cut.places
+        if cut.shares == 1:
+            slots = self.placement.slots_here(slots, passes)
         with region("gather"):
             taken = batch.take(laid.order[slots])
         place = self.placement.place_rows
         with region("place"):
-            rows = place([leaf.reshape(*shape, *leaf.shape[1:]) for leaf in taken])
-            (weights,) = place([laid.weights[slots].reshape(shape)])
+            rows = place([leaf.reshape(passes, -1, *leaf.shape[1:]) for leaf in taken])
+            (weights,) = place([laid.weights[slots].reshape(passes, -1)])
         left = cut.passes(laid.last) - number * cut.num_microbatches
         return Window(rows, weights, min(left, cut.num_microbatches))
 

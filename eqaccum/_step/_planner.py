@@ -29,10 +29,10 @@ from .._plan import (
     open_cache,
     pinned,
     program_key,
-    read_limit,
     search,
 )
-from .._tree import nbytes
+from .._tree import Role, nbytes
+from ._agree import common_limit
 from ._compile import CompileOutOfMemory, Lowered, Program, keep
 from ._programs import Builder
 
@@ -184,17 +184,43 @@ class Planner:
         # finish and update compile beside the probes
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="eqaccum-compile")
         try:
-            ready = self._ready(choose(), limit)
+            ready = self._ready(self._agreed(choose, limit), limit)
         finally:
             self._pool.shutdown(wait=True, cancel_futures=True)
         for program in (ready.accumulate, ready.weigh, ready.finish, ready.update):
             if program is not None:
                 keep(program)
-        for note in self._notes(ready.traced, ready.cut):
+        for note in self._warnings(ready.traced, ready.cut):
             _errors.warn(note)
         if self._builder.remat is True and self._builder.settings.remat == "auto":
             _errors.say(_REMATERIALISED)
         return ready
+
+    def _agreed(self, choose: Callable[[], Found], limit: Limit | None) -> Found:
+        """What this process chose, if the others did; else the most passes of all."""
+        placement = self._builder.settings.placement
+        if not placement.is_shared:
+            return choose()
+        found, failure = None, None
+        try:
+            found = choose()
+        except Exception as error:
+            failure = error
+        here = (0, 0) if found is None else (found.num_microbatches, self._windows)
+        told = placement.exchange(*here)
+        if failure is not None:
+            raise failure
+        assert found is not None
+        failed = [process for process, chosen in enumerate(told) if chosen == (0, 0)]
+        if failed:
+            raise _errors.does_not_fit_elsewhere(failed)
+        if any(windows != self._windows for _, windows in told):
+            raise _errors.plans_differ([(p * w, w) for p, w in told])
+        most = max(passes for passes, _ in told)
+        if most == found.num_microbatches:
+            return found
+        choices = self._builder.choices(windows=self._windows)
+        return self._pin(choices.microbatch(most), limit)
 
     @property
     def _pinned(self) -> int | None:
@@ -209,9 +235,9 @@ class Planner:
     def _limit(self) -> Limit | None:
         settings = self._builder.settings
         try:
-            return read_limit(
+            return common_limit(
                 settings.memory_limit,
-                settings.placement.devices,
+                settings.placement,
                 own_bytes=self._own_bytes,
             )
         except _errors.CannotTell:
@@ -361,16 +387,46 @@ class Planner:
             return None
         rows = 2 * self._batch_bytes(sizes, cut)
         model = sizes.parameters + sizes.frozen + sizes.state
-        read = _bytes_of(jax.tree.leaves(self._builder.penalty_arguments))
+        read = 0
+        if self._builder.penalty is not None:
+            read = sizes.parameters + self._own_frozen
         called = 0
         if self._on_cpu:
             waited = update.fresh > _WORTH_A_WAIT
             called = finish.fresh + (0 if waited else update.fresh)
-        return max(
+        saved = self._held_by_a_save(sizes)
+        return saved + max(
             accumulate + called + self._scratch(traced) + sizes.optimizer + rows // 2,
             finish.bytes + sizes.optimizer + model - read + rows,
-            update.bytes + sizes.frozen + 2 * sizes.state + rows,
+            update.bytes + sizes.frozen + 2 * sizes.state + rows + self._kept(traced),
         )
+
+    def _held_by_a_save(self, sizes: Sizes) -> int:
+        """What a checkpoint that is being written keeps from being replaced.
+
+        On CPU it is written from where it lies, so the update that would have taken
+        the place of parameters and optimizer state takes more (measured: 147 MB beside
+        151 of them). Other devices' arrays are copied to the host first.
+        """
+        if not (self._builder.settings.saves and self._on_cpu):
+            return 0
+        return sizes.parameters + sizes.optimizer + sizes.state
+
+    def _kept(self, traced: Passes) -> int:
+        """The sums that could not become the gradient: they wait for the next step."""
+        same = self._builder.reusable(traced)
+        structs, specs = traced.gradient_structs, self._builder.summed(traced)
+        return self._builder.settings.placement.bytes_of(
+            [s for s, reuse in zip(structs, same, strict=True) if not reuse],
+            [s for s, reuse in zip(specs, same, strict=True) if not reuse],
+        )
+
+    @property
+    def _own_frozen(self) -> int:
+        """Bytes of the model's frozen leaves on one device."""
+        skeleton = self._builder.skeleton
+        bytes_of = self._builder.settings.placement.bytes_of
+        return bytes_of(skeleton.frozen, skeleton.frozen_specs)
 
     @property
     def _on_cpu(self) -> bool:
@@ -393,12 +449,13 @@ class Planner:
             math.prod(s.shape) * s.dtype.itemsize
             for s in self._builder.layout.row_structs
         )
+        bytes_of = self._builder.settings.placement.bytes_of
         return Sizes(
-            parameters=nbytes(skeleton.trainable),
-            frozen=nbytes(skeleton.frozen) + _bytes_of(captured) + nbytes(whole),
+            parameters=bytes_of(skeleton.trainable, skeleton.parameter_specs),
+            frozen=self._own_frozen + _bytes_of(captured) + nbytes(whole),
             state=nbytes([*skeleton.state_structs, *traced.bank]),
-            optimizer=nbytes(self._builder.opt_structs),
-            accumulator=nbytes(traced.gradient_structs),
+            optimizer=bytes_of(self._builder.opt_structs, self._builder.opt_specs),
+            accumulator=bytes_of(traced.gradient_structs, self._builder.summed(traced)),
             row=row + 4,  # and its weight
         )
 
@@ -420,10 +477,13 @@ class Planner:
         """The parts that add up to the bytes needed."""
         if need is None:
             return parts
-        scratch = min(self._scratch(traced), max(0, need - parts.total))
-        if scratch:
-            parts = replace(parts, extra=(("convolutions", scratch),))
-        return parts.with_total(need)
+        extra = []
+        if saved := self._held_by_a_save(self._sizes(traced)):
+            extra.append(("checkpoint being written", saved))
+        left = need - parts.total - saved
+        if scratch := min(self._scratch(traced), max(0, left)):
+            extra.append(("convolutions", scratch))
+        return replace(parts, extra=tuple(extra)).with_total(need)
 
     # --- the chosen one -----------------------------------------------------------
 
@@ -480,14 +540,35 @@ class Planner:
                 f"memory_analysis() of the compiled programs on {backend} ({device}); "
                 "another backend needs a plan of its own"
             ),
-            notes=tuple(self._notes(traced, cut)),
+            notes=(*self._warnings(traced, cut), *self._sharding_notes()),
         )
 
     @property
     def _batch_norms(self) -> list[str]:
         return self._builder.batch_norms
 
-    def _notes(self, traced: Passes, cut: Cut) -> list[str]:
+    def _sharding_notes(self) -> list[str]:
+        """Which leaves `shard_optimizer=True` had to leave whole."""
+        settings, skeleton = self._builder.settings, self._builder.skeleton
+        devices = settings.placement.size
+        if not settings.shard_optimizer or devices == 1:
+            return []
+        paths = skeleton.model.paths(Role.TRAINABLE)
+        whole = [
+            path
+            for path, spread in zip(paths, skeleton.spreads, strict=True)
+            if spread.axis is None
+        ]
+        cut = len(paths) - len(whole)
+        note = f"shard_optimizer: {cut} of {len(paths)} leaves over {devices} devices"
+        if whole:
+            note += (
+                f"; whole on each, since no axis divides by {devices}: "
+                f"{', '.join(path.lstrip('.') or 'the model' for path in whole)}"
+            )
+        return [note]
+
+    def _warnings(self, traced: Passes, cut: Cut) -> list[str]:
         notes = []
         passes = cut.windows * cut.num_microbatches
         if self._batch_norms and passes > 1:

@@ -42,16 +42,15 @@ from .._accumulate import (
     trace_passes,
 )
 from .._data import Layout
-from .._mesh import DATA
+from .._mesh import DATA, WHOLE, Placement, Spread
 from .._plan import Choices, every_number
-from .._tree import Partition, record, struct
+from .._tree import Partition, Role, record, struct
 from .._types import wider
 from . import _optimizer
 from ._compile import Lowered, lower
 from ._settings import Settings, Skeleton, axis_environment
 
 _AVERAGES = jax.ShapeDtypeStruct((2,), jnp.float32)
-_WHOLE = PartitionSpec()
 _BY_ROWS = PartitionSpec(None, DATA)
 
 
@@ -84,12 +83,15 @@ class Weighed:
 
 @record
 class Finished:
-    """The finished gradient, the state after the step, and what was measured."""
+    """The finished gradient, the state after the step, and what was measured.
+
+    Or, as a prefix of that tree, how each of them lies on the devices.
+    """
 
     gradient: list[Any]
-    state: list[Any]
-    averages: list[Any]  # of the gradient's noise
-    scalars: Scalars
+    state: Any  # a list of arrays
+    averages: Any  # of the gradient's noise, a list
+    scalars: Any  # `Scalars`
 
 
 @dataclass(frozen=True)
@@ -110,12 +112,13 @@ class Builder:
         """So many passes in each window, of as few rows as that allows."""
         loss, devices = self.settings.loss, self.settings.placement.size
         rows = -(-self.settings.global_batch // windows)
+        shares = self.settings.shares
+        own = dict(shares=shares, rows=self.settings.global_batch if shares > 1 else 0)
         if isinstance(loss, Form):
-            return loss.cut(
-                num_microbatches, rows=rows, devices=devices, axis_name=DATA
-            )
+            cut = loss.cut(num_microbatches, rows=rows, devices=devices, axis_name=DATA)
+            return dataclasses.replace(cut, **own)
         cut = even_cut(num_microbatches, rows, devices, DATA)
-        return dataclasses.replace(cut, windows=windows)
+        return dataclasses.replace(cut, windows=windows, **own)
 
     def choices(self, *, windows: int = 1) -> Choices:
         """The numbers of passes to choose from."""
@@ -240,8 +243,8 @@ class Builder:
             return sums.gradients, whole
 
         batch = self.batch_structs(pass_, cut, bounded=bounded)
-        out = (_WHOLE, _output_specs(pass_.outputs))
-        mapped = self._mapped(program, batch, more=3, out=out)
+        outputs = _output_specs(pass_.outputs)
+        mapped = self._mapped(program, batch, more=3, out=(WHOLE, outputs))
         args = self._placed(
             (
                 structs(pass_.captured),
@@ -252,9 +255,10 @@ class Builder:
                 pass_.gradient_structs,
                 self.before(pass_) if cut.windows > 1 else None,
             ),
-            mapped.specs,
+            (*mapped.specs[:5], self.summed(pass_), WHOLE),
         )
-        return self._lower("accumulate", mapped.fn, args, donate=(5,))
+        out = (self.summed(pass_), outputs)
+        return self._lower("accumulate", mapped.fn, args, out=out, donate=(5,))
 
     def weigh(self, pass_: Passes, cut: Cut, *, bounded: bool = False) -> Lowered:
         """(captured, arguments, state, batch, before) -> weights and their ratios."""
@@ -281,7 +285,7 @@ class Builder:
             return Weighed(out.weights, out.state if cut.windows > 1 else [], ratios)
 
         batch = self.batch_structs(pass_, cut, bounded=bounded)
-        mapped = self._mapped(program, batch, more=1, out=_WHOLE)
+        mapped = self._mapped(program, batch, more=1, out=WHOLE)
         args = self._placed(
             (
                 structs(pass_.captured),
@@ -292,7 +296,11 @@ class Builder:
             ),
             mapped.specs,
         )
-        return self._lower("weigh", mapped.fn, args)
+        return self._lower("weigh", mapped.fn, args, out=WHOLE)
+
+    def summed(self, pass_: Passes) -> list[PartitionSpec]:
+        """How the sums of a gradient lie: none are there in evaluation."""
+        return [s.summed for s in self.skeleton.spreads][: len(pass_.gradient_structs)]
 
     def ratios(self, pass_: Passes) -> list[jax.ShapeDtypeStruct]:
         return list(pass_.outputs.totals) if pass_.num_terms > 1 else []
@@ -323,31 +331,61 @@ class Builder:
         ) -> Finished:
             sums = _interleaved(same, reused, kept)
             extra = penalty and penalty(captured, parameters)
-            return _finish(self, pass_, extra, sums, outputs, ratios, averages)
+            reduced = self._reduce(sums, outputs)
+            return _finish(self, pass_, extra, reduced, ratios, averages)
 
-        sums = pass_.gradient_structs
-        arguments = self.penalty_arguments
         out = eqx.tree_at(lambda o: o.aux_rows, pass_.outputs, [])
         if self.settings.placement.size == 1:  # the state goes on as it is
             out = eqx.tree_at(lambda o: o.state, out, [])
+        sums = _parted(same, pass_.gradient_structs)
+        specs = _parted(same, self.summed(pass_))
         args = (
             structs(penalty.captured) if penalty is not None else [],
-            arguments,
-            [s for s, reuse in zip(sums, same, strict=True) if reuse],
-            [s for s, reuse in zip(sums, same, strict=True) if not reuse],
+            self.penalty_arguments,
+            *sums,
             out,
             self.ratios(pass_),
             self.noise_structs,
         )
+        read = self._specs_of(self.penalty_arguments)
+        placed = self._placed(args, (WHOLE, read, *specs, WHOLE, WHOLE, WHOLE))
+        lies = Finished(self.updated, WHOLE, WHOLE, WHOLE)
+        return self._lower("finish", program, placed, out=lies, donate=(2,))
+
+    def _reduce(self, sums: list[Array], outputs: PassOutputs) -> "_Reduced":
+        """The one reduction over devices; inside finish.
+
+        A device that is alone would copy what it sums: one parameter-size of
+        temporaries in finish (measured on CPU), beside those of accumulate.
+        """
+        reduced = _Reduced(
+            sums,
+            outputs.totals,
+            outputs.weights,
+            outputs.aux_sums,
+            outputs.state,
+            outputs.spread,
+        )
+        if self.settings.placement.size == 1:
+            return reduced
+        specs = eqx.tree_at(
+            lambda r: r.gradient,
+            jax.tree.map(lambda _: WHOLE, reduced),
+            [spread.summed for spread in self.skeleton.spreads],
+        )
         mapped = jax.shard_map(
-            program,
+            functools.partial(_over_devices, self.skeleton.spreads),
             mesh=self.settings.placement.mesh,
-            in_specs=(_WHOLE,) * 7,
-            out_specs=_WHOLE,
+            in_specs=(specs,),
+            out_specs=eqx.tree_at(lambda r: r.gradient, specs, self.updated),
             check_vma=False,
         )
-        placed = self._placed(args, (_WHOLE,) * 7)
-        return self._lower("finish", mapped, placed, donate=(2,))
+        return mapped(reduced)
+
+    @property
+    def updated(self) -> list[PartitionSpec]:
+        """How the finished gradient lies."""
+        return [spread.updated for spread in self.skeleton.spreads]
 
     @property
     def noise_structs(self) -> list[jax.ShapeDtypeStruct]:
@@ -355,11 +393,15 @@ class Builder:
         return [_AVERAGES] if self.settings.noise_scale else []
 
     def reusable(self, pass_: Passes) -> list[bool]:
-        """Which sums have the parameter's dtype and so can become the gradient."""
+        """Which sums have the parameter's dtype, and lie so that they can become the
+        gradient."""
         return [
-            parameter.dtype == total.dtype
-            for parameter, total in zip(
-                self.skeleton.trainable, pass_.gradient_structs, strict=True
+            parameter.dtype == total.dtype and spread.axis is None
+            for parameter, total, spread in zip(
+                self.skeleton.trainable,
+                pass_.gradient_structs,
+                self.skeleton.spreads,
+                strict=True,
             )
         ]
 
@@ -396,7 +438,12 @@ class Builder:
     # --- update -------------------------------------------------------------------
 
     def update(self, pass_: Passes) -> Lowered:
-        """(trainable, optimizer state, gradient, loss, penalty) -> the first two."""
+        """(trainable, optimizer state, gradient, loss, penalty) -> the first two.
+
+        Where gradient and optimizer state are cut over devices each device updates its
+        part, which is gathered only then. What a transformation sees are whole arrays:
+        a norm over all of them is one.
+        """
         model, opt = self.skeleton.model, self.opt_partition
 
         def program(
@@ -410,16 +457,56 @@ class Builder:
                 self.optimizer,
                 model.filtered(gradient),
                 opt.join([], opt_leaves),
-                model.filtered(trainable),
+                model.filtered(self._in_parts(trainable)),
                 loss + penalty,
             )
-            return jax.tree.leaves(parameters), opt.split(state).frozen
+            new = self._in_parts(jax.tree.leaves(parameters))
+            return new, opt.split(state).frozen
 
         trainable = self.skeleton.trainable
         scalar = jax.ShapeDtypeStruct((), self.loss_dtype(pass_))
         args = (trainable, self.opt_structs, trainable, scalar, scalar)
-        placed = self._placed(args, (_WHOLE,) * 5)
-        return self._lower("update", program, placed, donate=(0, 1))
+        own = (self.skeleton.parameter_specs, self.opt_specs)
+        placed = self._placed(args, (*own, self.updated, WHOLE, WHOLE))
+        return self._lower("update", program, placed, out=own, donate=(0, 1))
+
+    def _in_parts(self, leaves: list[Array]) -> list[Array]:
+        """Each device takes its part of the leaves whose update is cut."""
+        sharding = self.settings.placement.sharding
+        return [
+            jax.lax.with_sharding_constraint(leaf, sharding(spread.updated))
+            if spread.axis is not None
+            else leaf
+            for leaf, spread in zip(leaves, self.skeleton.spreads, strict=True)
+        ]
+
+    @functools.cached_property
+    def opt_specs(self) -> list[PartitionSpec]:
+        """How the optimizer's state lies: as the gradient of the parameter it is for.
+
+        That is told by its place, which ends with the parameter's, and its shape.
+        """
+        spreads = [
+            (path, struct.shape, spread.updated)
+            for path, struct, spread in zip(
+                self.skeleton.model.paths(Role.TRAINABLE),
+                self.skeleton.trainable,
+                self.skeleton.spreads,
+                strict=True,
+            )
+        ]
+        spreads.sort(key=lambda known: -len(known[0]))  # the longest path is the one
+        specs = []
+        for place, leaf in zip(
+            self.opt_partition.paths(Role.FROZEN), self.opt_structs, strict=True
+        ):
+            found = (
+                spec
+                for path, shape, spec in spreads
+                if place.endswith(path) and shape == leaf.shape
+            )
+            specs.append(next(found, WHOLE))
+        return specs
 
     def init(self) -> Lowered:
         """trainable -> the optimizer's state."""
@@ -428,8 +515,9 @@ class Builder:
             state = self.optimizer.init(self.skeleton.model.filtered(trainable))
             return [jnp.asarray(x) for x in self.opt_partition.split(state).frozen]
 
-        args = self._placed((self.skeleton.trainable,), (_WHOLE,))
-        return self._lower("init", program, args)
+        specs = (self.skeleton.parameter_specs,)
+        args = self._placed((self.skeleton.trainable,), specs)
+        return self._lower("init", program, args, out=self.opt_specs)
 
     # --- seam ---------------------------------------------------------------------
 
@@ -437,26 +525,33 @@ class Builder:
         rows = Batch(
             [_BY_ROWS] * len(batch.rows),
             _BY_ROWS,
-            _WHOLE,
-            _WHOLE,
-            *(None if x is None else _WHOLE for x in _scalars(batch)),
+            WHOLE,
+            WHOLE,
+            *(None if x is None else WHOLE for x in _scalars(batch)),
         )
-        specs = (_WHOLE, _WHOLE, _WHOLE, rows, *(_WHOLE,) * more)
         fn = jax.shard_map(
             program,
             mesh=self.settings.placement.mesh,
-            in_specs=specs,
+            in_specs=(WHOLE, WHOLE, WHOLE, rows, *(WHOLE,) * more),
             out_specs=out,
+            axis_names={DATA},  # what is sharded over other axes stays so
             check_vma=False,
         )
-        return _Mapped(fn, specs)
+        lie = self._specs_of(self.arguments)
+        return _Mapped(fn, (WHOLE, lie, WHOLE, rows, *(WHOLE,) * more))
+
+    def _specs_of(self, arguments: Arguments) -> Arguments:
+        """How arguments lie; those cut over `data` are gathered once per program."""
+        trainable = self.skeleton.parameter_specs[: len(arguments.trainable)]
+        frozen = self.skeleton.frozen_specs[: len(arguments.frozen)]
+        loss, whole = ([WHOLE] * len(x) for x in (arguments.loss, arguments.whole))
+        return Arguments(trainable, frozen, loss, whole)
 
     def _placed(self, args: tuple[Any, ...], specs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The structs with the shardings that the arrays will have."""
-        mesh = self.settings.placement.mesh
 
         def place(spec: PartitionSpec, tree: Any) -> Any:
-            sharding = jax.sharding.NamedSharding(mesh, spec)
+            sharding = self.settings.placement.sharding(spec)
             return jax.tree.map(
                 lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
                 tree,
@@ -467,13 +562,20 @@ class Builder:
         )
 
     def _lower(
-        self, name: str, fn: Any, args: tuple[Any, ...], *, donate: tuple[int, ...] = ()
+        self,
+        name: str,
+        fn: Any,
+        args: tuple[Any, ...],
+        *,
+        out: Any,
+        donate: tuple[int, ...] = (),
     ) -> Lowered:
         return lower(
             name,
             fn,
             args,
             placement=self.settings.placement,
+            out=_shardings(self.settings.placement, out),
             donate=donate,
             options=self.settings.compiler_options,
         )
@@ -483,6 +585,23 @@ class Builder:
 class _Mapped:
     fn: Any
     specs: tuple[Any, ...]
+
+
+def _shardings(placement: Placement, specs: Any) -> Any:
+    return jax.tree.map(
+        placement.sharding, specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+
+
+class _Reduced(eqx.Module):
+    """What is added up over devices, and the state, which is averaged."""
+
+    gradient: list[Any]
+    totals: list[Any]
+    weights: list[Any]
+    aux_sums: list[Any]
+    state: list[Any]
+    spread: Any  # of the passes' gradients, where the noise scale is asked for
 
 
 class Counted(eqx.Module):
@@ -507,14 +626,12 @@ def _finish(
     builder: Builder,
     pass_: Passes,
     penalty: Counted | None,
-    sums: list[Array],
-    outputs: PassOutputs,
+    reduced: _Reduced,
     ratios: list[Array],
     averages: list[Array],
 ) -> Finished:
-    """One reduction, one division, the penalty, the norm, and whether all is finite."""
-    reduced = _reduced((sums, outputs.totals, outputs.weights, outputs.aux_sums))
-    sums, totals, weights, aux_sums = reduced
+    """One division, the penalty, the norm, and whether all is finite."""
+    sums, totals, weights = reduced.gradient, reduced.totals, reduced.weights
     weight = weights[0]
     factors = ratios or [jnp.ones_like(totals[0])]
     scaled = [t * f for t, f in zip(totals, factors, strict=True)]
@@ -529,8 +646,8 @@ def _finish(
         )
     ]
     noise = None
-    if outputs.spread is not None:
-        noise, averages = _noise(outputs.spread, sums, weight, averages)
+    if reduced.spread is not None:
+        noise, averages = _noise(reduced.spread, sums, weight, averages)
     norm = jnp.sqrt(squared_norm(gradient))
     positive = jnp.all(jnp.stack([w > 0 for w in weights]))
     ok = positive & jnp.isfinite(loss) & jnp.isfinite(value) & _finite(norm, gradient)
@@ -540,20 +657,18 @@ def _finish(
         norm,
         weight,
         ok,
-        finish_aux(pass_.aux_spec, aux_sums, weight),
+        finish_aux(pass_.aux_spec, reduced.aux_sums, weight),
         _grad_metrics(builder, gradient),
         noise,
         None if noise is None else noise_scale(averages[0]),
     )
-    return Finished(gradient, _averaged(outputs.state), averages, scalars)
+    return Finished(gradient, reduced.state, averages, scalars)
 
 
 def _noise(
     spread: Array, sums: list[Array], weight: Array, averages: list[Array]
 ) -> tuple[Noise, list[Array]]:
     """What this step tells of the gradient's noise, and the averages after it."""
-    if jax.lax.axis_size(DATA) > 1:
-        spread = over_devices(spread, DATA)
     means = [_divided(total, weight, None, total.dtype) for total in sums]
     noise = noise_of(spread, means)
     return noise, [smoothed(averages[0], noise)]
@@ -596,14 +711,30 @@ def _ratio(first: Array, other: Array) -> Array:
 
 
 def _reduced(tree: Any) -> Any:
-    """The sum over devices.
-
-    A device that is alone would copy what it sums: one parameter-size of temporaries
-    in finish (measured on CPU), beside those of accumulate.
-    """
+    """The sum over devices."""
     if jax.lax.axis_size(DATA) == 1:
         return tree
     return jax.tree.map(lambda x: jax.lax.psum(x, DATA), tree)
+
+
+def _over_devices(spreads: list[Spread], own: _Reduced) -> _Reduced:
+    """The reduction of a step, on one device's sums.
+
+    A gradient that is cut is scattered at once: the partitioner would sum all of it on
+    every device first.
+    """
+    gradient = [
+        jax.lax.psum(total, DATA)
+        if spread.axis is None
+        else jax.lax.psum_scatter(
+            total, DATA, scatter_dimension=spread.axis, tiled=True
+        )
+        for total, spread in zip(own.gradient, spreads, strict=True)
+    ]
+    totals, weights, aux_sums = _reduced((own.totals, own.weights, own.aux_sums))
+    spread = None if own.spread is None else over_devices(own.spread, DATA)
+    state = _averaged(own.state)
+    return _Reduced(gradient, totals, weights, aux_sums, state, spread)
 
 
 def _averaged(state: list[Array]) -> list[Array]:
@@ -621,7 +752,7 @@ def _averaged(state: list[Array]) -> list[Array]:
 
 
 def _output_specs(outputs: PassOutputs) -> PassOutputs:
-    whole = jax.tree.map(lambda _: _WHOLE, outputs)
+    whole = jax.tree.map(lambda _: WHOLE, outputs)
     rows = [_BY_ROWS] * len(outputs.aux_rows)
     return eqx.tree_at(lambda o: o.aux_rows, whole, rows)
 
@@ -629,6 +760,12 @@ def _output_specs(outputs: PassOutputs) -> PassOutputs:
 def _interleaved(same: list[bool], reused: list[Any], kept: list[Any]) -> list[Any]:
     one, other = iter(reused), iter(kept)
     return [next(one) if reuse else next(other) for reuse in same]
+
+
+def _parted(same: list[bool], leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The leaves that are reused, and those that are kept."""
+    pairs = list(zip(leaves, same, strict=True))
+    return [x for x, reuse in pairs if reuse], [x for x, reuse in pairs if not reuse]
 
 
 def _scalars(batch: Batch) -> tuple[Any, ...]:

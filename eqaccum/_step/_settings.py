@@ -9,10 +9,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from .. import _errors
 from .._accumulate import Form, check_arguments, check_loss
-from .._mesh import DATA, Placement
+from .._mesh import DATA, Placement, Spread
 from .._plan import Plan, parse_bytes
 from .._tree import Partition, Role, is_array, partition, struct
 from ._ema import is_decay
@@ -42,6 +43,9 @@ class Settings:
     grad_metrics: Callable | None = None
     ema: float | None = None
     noise_scale: bool = False
+    shard_optimizer: bool = False
+    shares: int = 1  # of the rows of a batch, one for each process
+    saves: bool = False  # whether checkpoints are written while steps run
     axis_name: str = "batch"
     cache: bool = True
     compiler_options: Mapping[str, Any] | None = None
@@ -158,6 +162,8 @@ class Skeleton:
     frozen: list[jax.ShapeDtypeStruct]
     loss_arrays: list[Any]
     state_structs: list[jax.ShapeDtypeStruct]
+    spreads: list[Spread]  # of the trainable leaves
+    frozen_specs: list[PartitionSpec]
 
     def same(self, other: "Skeleton | None") -> bool:
         """Whether the same programs serve both."""
@@ -168,11 +174,17 @@ class Skeleton:
             and self.trainable == other.trainable
             and self.frozen == other.frozen
             and self.state_structs == other.state_structs
+            and self.spreads == other.spreads
+            and self.frozen_specs == other.frozen_specs
         )
 
     @property
     def loss_structs(self) -> list[jax.ShapeDtypeStruct]:
         return [struct(leaf) for leaf in self.loss_arrays]
+
+    @property
+    def parameter_specs(self) -> list[PartitionSpec]:
+        return [spread.parameter for spread in self.spreads]
 
 
 def skeleton(
@@ -196,6 +208,7 @@ def skeleton(
     loss = partition(settings.loss)
     state_part = None if state is None else partition(state)
     state_leaves = [] if state_part is None else state_part.split(state).frozen
+    placement, shard = settings.placement, settings.shard_optimizer
     return Skeleton(
         parts,
         loss,
@@ -204,6 +217,16 @@ def skeleton(
         [struct(leaf) for leaf in split.frozen],
         loss.split(settings.loss).frozen,
         [struct(leaf) for leaf in state_leaves],
+        [
+            placement.spread(np.shape(leaf), placement.spec_of(name, leaf), shard=shard)
+            for name, leaf in zip(
+                parts.paths(Role.TRAINABLE), split.trainable, strict=True
+            )
+        ],
+        [
+            placement.spec_of(name, leaf)
+            for name, leaf in zip(parts.paths(Role.FROZEN), split.frozen, strict=True)
+        ],
     )
 
 

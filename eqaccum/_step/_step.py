@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .. import _errors
-from .._accumulate import run_key
+from .._accumulate import Form, run_key
 from .._data import Batch, Layout, batch_of
 from .._plan import Plan, format_bytes, is_out_of_memory
 from .._tree import Partition
@@ -79,6 +79,26 @@ class Step:
         self._told_alone = False
         self.plan: Plan | None = None
 
+    def count_saves(self) -> None:
+        """From now on the plan counts what a save in the background holds on to."""
+        self._settings = replace(self._settings, saves=True)
+
+    def share_rows(self) -> None:
+        """From now on each process passes rows of its own, its share of a batch.
+
+        **Raises:**
+
+        `InputError` where the rows or the devices cannot be shared evenly.
+        """
+        settings, placement = self._settings, self._settings.placement
+        processes = len(placement.processes)
+        if settings.global_batch % processes:
+            raise _errors.share_of_global_batch(settings.global_batch, processes)
+        placement.check_equal_shares()
+        if isinstance(settings.loss, Form) and not settings.loss.shares_rows:
+            raise _errors.groups_of_shares()
+        self._settings = replace(settings, shares=processes)
+
     # --- before the first step ----------------------------------------------------
 
     def describe(self, model: PyTree, state: Any = None) -> None:
@@ -127,7 +147,8 @@ class Step:
         skeleton, (opt_partition, _) = self._described
         place = self._settings.placement.place
         split = skeleton.model.split(model)
-        trainable = place([_strong(leaf) for leaf in split.trainable])
+        specs = skeleton.parameter_specs
+        trainable = place([_strong(leaf) for leaf in split.trainable], specs)
         if isinstance(trainable[0], Tracer):  # inside jit everything is traced
             raise _errors.inside_jit("step.init")
         builder = self._builder(Layout(jax.tree.structure(()), ()))
@@ -139,7 +160,7 @@ class Step:
             state_leaves = place(skeleton.state.split(state).frozen)
         return TrainState(
             trainable,
-            place(split.frozen),
+            place(split.frozen, skeleton.frozen_specs),
             state_leaves,
             _distinct(opt_leaves, trainable, place),
             self._empty_bank,
@@ -303,6 +324,8 @@ class Step:
                     ok = bool(scalars.ok)
                 break
             except Exception as error:
+                if self._settings.placement.is_shared:  # others wait for this one
+                    raise self._failure("finish", ready, error, lost=False) from error
                 smaller = self._smaller(train, placed, error)
             pending = self.launch(train, smaller)
         self._note_time(placed, pending)
@@ -332,6 +355,8 @@ class Step:
             raise self._failure("update", ready, error, lost=lost) from error
         self._buffers.give_back(ready, pending.finished.gradient, pending.kept)
         self._compare(layout, trainable)
+        # the caller may hold on to it while the next step runs
+        pending.finished = replace(pending.finished, gradient=[])
         states = len(train.state_leaves)
         new = TrainState(
             trainable,
@@ -379,12 +404,14 @@ class Step:
         """Tells a trial how long a full batch took; it may change the programs."""
         layout = placed.batch.layout
         trial = self._trials.get(layout)
-        full = placed.batch.count == self._settings.global_batch
+        full = placed.batch.examples == self._settings.global_batch
         if trial is None or trial.settled or not full:
             return
         if placed.ready is not trial.current:  # placed before the last change
             return
-        after = trial.note(time.perf_counter() - pending.started)
+        seconds = time.perf_counter() - pending.started
+        told = self._settings.placement.exchange(int(1e9 * seconds))
+        after = trial.note(max(nanoseconds for (nanoseconds,) in told) / 1e9)
         if after is not self._ready[layout]:
             self._adopt(layout, after)
 
@@ -409,9 +436,11 @@ class Step:
         spec = placed.ready.traced.aux_spec
         aux = None
         if self._settings.has_aux:
-            count = placed.batch.count
+            batch = placed.batch
+            counts = batch.counts or (batch.count,)
+            whole = self._settings.placement.whole
             rows = [
-                placed.ready.cut.in_order(_joined(parts))[:count]
+                placed.ready.cut.in_order(_joined(tuple(map(whole, parts))), counts)
                 for parts in zip(*pending.aux_rows, strict=True)
             ]
             aux = spec.assemble(scalars.aux, rows)
@@ -420,7 +449,7 @@ class Step:
             scalars.penalty,
             scalars.grad_norm,
             scalars.weight,
-            placed.batch.count,
+            placed.batch.examples,
             skipped,
             aux,
             scalars.grad_metrics,
@@ -467,6 +496,8 @@ class Step:
         ready = placed.ready
         self.wait(train, ready)
         where = "accumulate or finish"
+        if isinstance(error, _errors.StepError):  # another process's
+            raise error
         if not is_out_of_memory(error):
             raise self._failure(where, ready, error, lost=False) from error
         smaller = Planner(ready.builder).more_passes(ready)
@@ -532,7 +563,7 @@ def _bytes(train: TrainState | None) -> int:
         *train.opt_leaves,
         *train.bank_leaves,
     )
-    return sum(leaf.nbytes for leaf in leaves)
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
 
 
 def _distinct(leaves: list[Any], taken: list[Any], place: Any) -> list[Any]:
@@ -542,7 +573,7 @@ def _distinct(leaves: list[Any], taken: list[Any], place: Any) -> list[Any]:
     for leaf in leaves:
         address = _address(leaf)
         if address in seen:
-            leaf = place([leaf])[0]
+            leaf = place([leaf], [leaf.sharding.spec])[0]
         else:
             seen.add(address)
         out.append(leaf)
