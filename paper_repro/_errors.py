@@ -236,3 +236,25 @@ def safetensors(path: Path, problem: str) -> FormatError:
         f"{path} is no safetensors file that can be read here: {problem}. Fetch it "
         "again, or save the checkpoint anew in float32."
     )
+
+
+def other_result(path: Path, expected: str, found: object) -> FormatError:
+    return FormatError(f"{path} is the result of {found!r}; expected {expected!r}.")
+
+
+def no_large(name: str) -> FormatError:
+    return FormatError(f"`{name}` has no form for a GPU; leave out `--large`.")
+
+
+def unknown_experiment(name: str, names: Sequence[str]) -> FormatError:
+    return FormatError(
+        f"There is no experiment {name!r}. There are: {', '.join(names)}; and `all` "
+        "and `report`."
+    )
+
+
+def no_analysis() -> MissingError:
+    return MissingError(
+        "This backend does not say what a compiled program needs (memory_analysis() is "
+        "None), which is what the experiment compares. Run it on a CPU or a GPU."
+    )

@@ -16,4 +16,5 @@ from ._heads import (
     mean_state as mean_state,
     unit as unit,
 )
+from ._language import LanguageModel as LanguageModel, language_model as language_model
 from ._transformer import Transformer as Transformer

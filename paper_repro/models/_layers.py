@@ -50,10 +50,11 @@ class SelfAttention(eqx.Module):
     def __call__(
         self,
         x: Float[Array, "T d"],
-        mask: Bool[Array, " T"],
+        mask: Bool[Array, "*queries T"],
         *,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "T d"]:
+        """The tokens mixed: `mask` says what all of them, or each of them, may see."""
         queries, keys, values = (
             self._heads(linear, x) for linear in (self.query, self.key, self.value)
         )
@@ -62,7 +63,7 @@ class SelfAttention(eqx.Module):
         scores = scores.astype(jnp.float32) / queries.shape[-1] ** 0.5
         # Not -inf: a text that is all padding would give NaN.
         lowest = jnp.finfo(jnp.float32).min
-        weights = jax.nn.softmax(jnp.where(mask[None, None, :], scores, lowest))
+        weights = jax.nn.softmax(jnp.where(mask.reshape(1, -1, len(x)), scores, lowest))
         weights = self.dropout(weights.astype(x.dtype), key=key)
         mixed = jnp.einsum("hqk,khc->qhc", weights, values)
         return jax.vmap(self.output)(mixed.reshape(x.shape))

@@ -25,6 +25,7 @@ class Transformer(eqx.Module):
     - `num_heads`: heads of the attention.
     - `hidden`: width inside the feed-forward part.
     - `dropout`: in training, after the embeddings and each part, and on the attention.
+    - `causal`: whether a token sees only itself and those before it.
     - `key`: for the initial weights.
 
     !!! Example
@@ -40,6 +41,7 @@ class Transformer(eqx.Module):
     layers: tuple["_Layer", ...]
     norm: eqx.nn.LayerNorm
     dropout: eqx.nn.Dropout
+    causal: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class Transformer(eqx.Module):
         num_heads: int = 4,
         hidden: int = 512,
         dropout: float = 0.0,
+        causal: bool = False,
         key: PRNGKeyArray,
     ):
         words_key, positions_key, *layer_keys = jr.split(key, 2 + depth)
@@ -70,6 +73,7 @@ class Transformer(eqx.Module):
         )
         self.norm = eqx.nn.LayerNorm(width)
         self.dropout = eqx.nn.Dropout(dropout)
+        self.causal = causal
 
     def __call__(
         self, tokens: Tokens, *, key: PRNGKeyArray | None = None
@@ -89,8 +93,11 @@ class Transformer(eqx.Module):
         first_key, *layer_keys = split_or_none(key, 1 + len(self.layers))
         x = self.words[jnp.asarray(tokens.ids)] + self.positions[:length]
         x = self.dropout(x, key=first_key)
+        mask = jnp.asarray(tokens.mask)
+        if self.causal:
+            mask = jnp.tril(jnp.broadcast_to(mask[None, :], (length, length)))
         for layer, layer_key in zip(self.layers, layer_keys, strict=True):
-            x = layer(x, jnp.asarray(tokens.mask), key=layer_key)
+            x = layer(x, mask, key=layer_key)
         return jax.vmap(self.norm)(x)
 
 
@@ -124,7 +131,7 @@ class _Layer(eqx.Module):
     def __call__(
         self,
         x: Float[Array, "T d"],
-        mask: Bool[Array, " T"],
+        mask: Bool[Array, "*queries T"],
         *,
         key: PRNGKeyArray | None,
     ) -> Float[Array, "T d"]:

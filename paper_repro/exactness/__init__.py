@@ -1,0 +1,3 @@
+"""Is an accumulated gradient the gradient of the whole batch?"""
+
+from ._experiment import EXPERIMENT as EXPERIMENT

@@ -1,0 +1,3 @@
+"""Figure 4: the seconds of an update."""
+
+from ._experiment import EXPERIMENT as EXPERIMENT
