@@ -116,6 +116,16 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "an optimizer": (lambda: fit(optimizer=optax.adam), ("fit",)),
     "a limit": (lambda: fit(memory_limit="1KiB"), ("fit",)),
     "a batch": (lambda: step((X, Y)), ("step",)),
+    "a callback's argument": (
+        lambda: eqaccum.callbacks.CSV("log.csv", every=0),
+        ("<lambda>",),
+    ),
+    "a path": (lambda: eqaccum.callbacks.BestCheckpoint(3), ("<lambda>",)),
+    "no plan": (lambda: eqaccum.Plan.from_dict({}), ("<lambda>",)),
+    "rows of a ready-made loss": (
+        lambda: eqaccum.losses.info_nce(jnp.ones((3, 2)), jnp.ones((4, 5))),
+        ("<lambda>",),
+    ),
     "a type": (lambda: fit(shuffle="yes"), ("fit",)),
 }
 

@@ -279,6 +279,7 @@ class Plan:
         )
 
     @classmethod
+    @_errors.short_tracebacks
     def from_dict(cls, data: Any) -> "Plan":
         """The plan that `to_dict` wrote.
 

@@ -2,6 +2,7 @@
 
 import os
 
+from .. import _errors
 from .._fit import Info, check_save_path, save
 from .._types import Own
 from ._watch import Watch
@@ -35,6 +36,7 @@ class BestCheckpoint:
         ```
     """
 
+    @_errors.short_tracebacks
     def __init__(
         self,
         path: Own[str | os.PathLike, ...],

@@ -37,6 +37,7 @@ class CSV(Logger):
         ```
     """
 
+    @_errors.short_tracebacks
     def __init__(
         self, path: Own[str | os.PathLike, ...], *, every: Own[int, ...] = 1
     ) -> None:
@@ -108,6 +109,7 @@ class JSONL(Logger):
         ```
     """
 
+    @_errors.short_tracebacks
     def __init__(
         self, path: Own[str | os.PathLike, ...], *, every: Own[int, ...] = 1
     ) -> None:

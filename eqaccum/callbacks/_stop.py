@@ -38,6 +38,7 @@ class EarlyStopping:
         ```
     """
 
+    @_errors.short_tracebacks
     def __init__(
         self,
         name: Own[str, ...] = "validation_loss",

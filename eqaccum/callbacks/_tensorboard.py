@@ -35,6 +35,7 @@ class TensorBoard(Logger):
         ```
     """
 
+    @_errors.short_tracebacks
     def __init__(
         self, folder: Own[str | os.PathLike, ...], *, every: Own[int, ...] = 1
     ) -> None:

@@ -30,6 +30,7 @@ class WandB(Logger):
         ```
     """
 
+    @_errors.short_tracebacks
     def __init__(
         self, run: Any = None, *, every: Own[int, ...] = 1, **init: Any
     ) -> None:

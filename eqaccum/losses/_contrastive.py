@@ -11,6 +11,7 @@ from .._types import Own
 from ._rows import Rows, Weights, by_blocks, checked_rows, weights_of
 
 
+@_errors.short_tracebacks
 def info_nce(
     q: Own[Float[Rows, "q d"], ...],
     p: Own[Float[Rows, "p d"], ...],
@@ -95,6 +96,7 @@ def info_nce(
     return (loss + back) / 2
 
 
+@_errors.short_tracebacks
 def sigmoid_contrastive(
     q: Own[Float[Rows, "q d"], ...],
     p: Own[Float[Rows, "p d"], ...],

@@ -11,6 +11,7 @@ from .._types import Own
 from ._rows import Rows, Weights, along, checked_rows, ratio, weights_of
 
 
+@_errors.short_tracebacks
 def barlow_twins(
     a: Own[Float[Rows, "n d"], ...],
     b: Own[Float[Rows, "n d"], ...],
@@ -57,6 +58,7 @@ def barlow_twins(
     return on + off_diagonal * _off_diagonal(correlation)
 
 
+@_errors.short_tracebacks
 def vicreg(
     a: Own[Float[Rows, "n d"], ...],
     b: Own[Float[Rows, "n d"], ...],

@@ -12,6 +12,7 @@ from .._types import Own, accumulator_dtype
 from ._rows import Rows, Weights, weights_of
 
 
+@_errors.short_tracebacks
 def load_balance(
     probabilities: Own[Float[Rows, "n *tokens experts"], ...],
     assigned: Own[Shaped[Rows, "n *tokens experts"] | None, ...] = None,
