@@ -11,6 +11,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGE = REPOSITORY / "docs" / "errors.md"
+ROOM = REPOSITORY / "eqaccum" / "_errors"
 START, END = "<!-- messages: start -->", "<!-- messages: end -->"
 
 # The files of the room in the order of the page, and what each is about.
@@ -26,6 +27,7 @@ TITLES = {
     "_cli": "The command line",
     "_conv": "Convolutions on CPU",
 }
+_NO_MESSAGES = ("__init__", "_exceptions", "_frames", "_say")
 _CLASSES = (
     *("InputError", "LossShapeError", "PlanError", "DoesNotFit", "CannotTell"),
     *("CheckpointError", "NonFiniteError", "StepError", "EqaccumError"),
@@ -106,8 +108,12 @@ def _escaped(text: str) -> str:
 def written() -> str:
     """The list, by what it is about."""
     lines = [START, ""]
-    for file, title in TITLES.items():
-        source = (REPOSITORY / "eqaccum" / "_errors" / f"{file}.py").read_text()
+    files = {path.stem: path for path in sorted(ROOM.glob("_*.py"))}
+    for name in [*TITLES, *(name for name in files if name not in TITLES)]:
+        if name in _NO_MESSAGES:
+            continue
+        source = files[name].read_text()
+        title = TITLES.get(name, name.strip("_").replace("_", " ").capitalize())
         lines += [f"### {title}", ""]
         for message in messages_of(source):
             raised = f" (`{message.raised}`)" if message.raised else ""
