@@ -30,10 +30,12 @@ with install_import_hook("paper_repro", "beartype.beartype"):
         Bert,
         BertConfig,
         DualEncoder,
+        LanguageModel,
         TextEncoder,
         Transformer,
         cls_state,
         encode_all,
+        language_model,
         load_bert,
         load_minilm,
         mean_state,
@@ -397,3 +399,43 @@ def test_minilm_is_the_one_of_transformers():
     # What the model's card shows for its first sentence and the three others.
     cosines = mean[0] @ mean[1:4].T
     np.testing.assert_allclose(cosines, [0.6946, 0.2569, 0.9429], atol=5e-5)
+
+
+# --- the language model ---
+
+
+def small_language_model() -> LanguageModel:
+    return language_model(
+        vocab_size=20,
+        max_length=6,
+        width=8,
+        depth=1,
+        num_heads=2,
+        hidden=8,
+        key=jr.key(0),
+    )
+
+
+def test_a_causal_transformer_sees_no_later_token():
+    decoder = small_language_model().decoder
+    ids, mask = np.arange(1, 7, dtype=np.int32), np.ones(6, bool)
+    states = np.asarray(run(decoder, Tokens(ids, mask)))
+    for place in range(6):
+        changed = np.where(np.arange(6) == place, 19, ids).astype(np.int32)
+        moved = np.abs(np.asarray(run(decoder, Tokens(changed, mask))) - states)
+        assert not moved[:place].any()
+        assert (moved[place:].max(axis=1) > 1e-6).all()
+
+
+def test_losses_of_a_text_by_hand():
+    model = small_language_model()
+    ids, mask = np.arange(1, 7, dtype=np.int32), np.arange(6) < 4
+    total, count = run(LanguageModel.losses, model, Tokens(ids, mask))
+    states = np.asarray(run(model.decoder, Tokens(ids, mask)), np.float64)
+    logits = states @ np.asarray(model.decoder.words, np.float64).T
+    expected = 0.0
+    for place in range(3):  # pieces 1 to 3 from those before them
+        probabilities = np.exp(logits[place]) / np.exp(logits[place]).sum()
+        expected -= np.log(probabilities[ids[place + 1]])
+    assert float(count) == 3
+    assert float(total) == pytest.approx(expected, rel=1e-5)
