@@ -71,6 +71,7 @@ class History(Mapping[str, np.ndarray]):
 
     def add_validation(self, step: int, values: dict[str, float]) -> None:
         """Adds one entry to `validation_step` and each `validation_...` name."""
+        self._flush()  # the names of a batch stand before those of a validation
         for name, value in {"step": step, **values}.items():
             self._read.setdefault(f"{VALIDATION}{name}", []).append(value)
 

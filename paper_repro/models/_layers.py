@@ -69,7 +69,7 @@ class SelfAttention(eqx.Module):
         return jax.vmap(self.output)(mixed.reshape(x.shape))
 
     def _heads(
-        self, linear: eqx.nn.Linear, x: Float[Array, "T d"]
+        self, linear: Callable[[Array], Array], x: Float[Array, "T d"]
     ) -> Float[Array, "T heads c"]:
         return jax.vmap(linear)(x).reshape(x.shape[0], self.num_heads, -1)
 
