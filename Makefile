@@ -1,6 +1,7 @@
 # One word per task. Needs make and Python 3.11 or newer; everything else goes into .venv.
 #   make quickstart    train the first example
 #   make test          the tests            (ARGS="-m slow" and the like are passed on)
+#   make test-programs those that run the programs of docs/, examples/ and paper_repro/
 #   make test-kills    a hundred kills at random moments, each resumed (a quarter hour)
 #   make test-processes  jobs of two and three processes (ten minutes)
 #   make test-limits   plans of above 1 GB under a limit of the system's (ten minutes)
@@ -34,14 +35,19 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 UPGRADE ?=
 
-.PHONY: test-processes bench-elastic bench-scale bench-growth bench-streaming bench-gpu bench-loop bench-fastest quickstart test test-kills test-limits test-lowered bench bench-plan bench-plan-live check docs dist \
+.PHONY: test-programs test-processes bench-elastic bench-scale bench-growth bench-streaming bench-gpu bench-loop bench-fastest quickstart test test-kills test-limits test-lowered bench bench-plan bench-plan-live check docs dist \
   changelog format lock clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/python examples/quickstart.py
 
+PYTEST = $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
+	$(PYTEST) -m "not slow and not gpu and not program" $(ARGS)
+
+test-programs: $(VENV)/.dev
+	$(PYTEST) -m "program and not slow and not gpu" $(ARGS)
 
 test-kills: $(VENV)/.dev
 	$(BIN)/python tests/kills.py $(ARGS)

@@ -11,6 +11,8 @@ from pages import Page, run
 from test_public import own_names
 from test_readme import first_program
 
+pytestmark = pytest.mark.program
+
 DOCS = REPOSITORY / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 

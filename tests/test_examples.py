@@ -8,6 +8,8 @@ import runpy
 import pytest
 from helpers import REPOSITORY
 
+pytestmark = pytest.mark.program
+
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
 # What the tiny run shows: a bound on what main() returns.
 SHOWN = {

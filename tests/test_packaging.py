@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY
 
+pytestmark = pytest.mark.program
+
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 KINDS = ("added", "changed", "fixed", "removed")
 NEWS = [

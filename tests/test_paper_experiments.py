@@ -10,6 +10,8 @@ import pytest
 from helpers import REPOSITORY
 from jaxtyping import install_import_hook
 
+pytestmark = pytest.mark.program
+
 with install_import_hook("paper_repro", "beartype.beartype"):
     from paper_repro import _cli, _pages, _results
     from paper_repro._errors import FormatError

@@ -22,6 +22,8 @@ import pytest
 from helpers import REPOSITORY, assert_trees_equal
 from jaxtyping import install_import_hook
 
+pytestmark = pytest.mark.program
+
 with install_import_hook("paper_repro", "beartype.beartype"):
     from paper_repro import _minilm
     from paper_repro._errors import FormatError, MissingError

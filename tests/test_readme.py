@@ -5,6 +5,8 @@ import re
 import pytest
 from helpers import REPOSITORY, run_python
 
+pytestmark = pytest.mark.program
+
 README = (REPOSITORY / "README.md").read_text()
 
 

@@ -12,6 +12,8 @@ import browser
 import pytest
 from helpers import REPOSITORY
 
+pytestmark = pytest.mark.program
+
 PHONE = 390
 # The template's own page for a wrong address: its links begin at a server's root.
 NOT_A_PAGE = "404.html"
