@@ -288,7 +288,17 @@ def expected(name):
 
 @pytest.mark.parametrize(
     "name, microbatch",
-    [*((name, 2) for name in VARIANTS), ("carried over", 1), ("read later", 3)],
+    [
+        ("carried over", 1),
+        ("nearly a batch, dropout", 2),
+        ("passages alone", 2),
+        *(
+            pytest.param(name, 2, marks=pytest.mark.slow)
+            for name in VARIANTS
+            if name not in ("nearly a batch, dropout", "passages alone")
+        ),
+        pytest.param("read later", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_several_steps_are_those_of_the_plain_loop(name, microbatch):
     variant = VARIANTS[name]

@@ -138,7 +138,7 @@ def trained(kind, devices):
 CASES = [
     pytest.param("several means, weights, aux", 2, marks=pytest.mark.slow),
     pytest.param("several means, weights, aux", 3, marks=pytest.mark.slow),
-    ("several means, weights, aux", 4),
+    pytest.param("several means, weights, aux", 4, marks=pytest.mark.slow),
     pytest.param("batched, state", 4, marks=pytest.mark.slow),
     pytest.param("coupled", 2, marks=pytest.mark.slow),
     ("batched, state", 3),

@@ -20,8 +20,13 @@ SHOWN = {
 DEVICES = {"devices": 4}
 
 
+# Those that compile most are run with `-m slow`.
+HEAVY = ("vit", "image_classifier", "language_model", "dual_encoder")
+
+
 def example(path):
     marks = [pytest.mark.devices(DEVICES[path.stem])] if path.stem in DEVICES else []
+    marks += [pytest.mark.slow] if path.stem in HEAVY else []
     return pytest.param(path, id=path.stem, marks=marks)
 
 

@@ -31,7 +31,9 @@ with install_import_hook("paper_repro", "beartype.beartype"):
 QUICK = ("similarity", "noise", "adama")
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow][n == "adama" :]) for n in QUICK]
+)
 def test_an_experiment_runs_tiny(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ):

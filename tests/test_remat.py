@@ -60,6 +60,7 @@ def test_segments_save_memory_and_change_nothing(model):
     assert plan.parts.activations < 0.85 * plain.parts.activations
 
 
+@pytest.mark.slow
 def test_auto_only_where_one_example_does_not_fit(model, capsys):
     import eqaccum
 
