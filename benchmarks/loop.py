@@ -76,7 +76,7 @@ class Bare:
                 buffers.accumulator(ready), None,
             )  # fmt: skip
             nothing = eqaccum._accumulate.Arguments(empty, empty, empty, empty)
-            finished = ready.finish(empty, nothing, sums, empty, outputs, empty)
+            finished = ready.finish(empty, nothing, sums, empty, outputs, empty, empty)
             scalars = finished.scalars
             if waits and not bool(scalars.ok):
                 raise RuntimeError("not finite")
