@@ -4,6 +4,9 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import jax
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,17 @@ def compared(
     low, median, high = statistics.quantiles([a / b for a, b in times], n=4)
     both = tuple(statistics.median(column) for column in zip(*times, strict=True))
     return Ratio(median, low, high, (both[0], both[1]))
+
+
+def stepping(step: Any, model: Any, rows: Any) -> Callable[[], None]:
+    """A function that takes one step of eqaccum's and waits for it."""
+    held: list[Any] = [step.init(model)]
+
+    def call() -> None:
+        held[0], _ = step(held[0], rows)
+        jax.block_until_ready(held[0].trainable_leaves)
+
+    return call
 
 
 def _seconds(call: Callable[[], object], clock: str) -> float:

@@ -102,18 +102,21 @@ def started(
 
 
 def eqaccum_step(setting: Setting) -> Rival:
+    return _by_eqaccum(setting, setting.workload.loss)
+
+
+def _by_eqaccum(setting: "Setting | CoupledSetting", loss: Any) -> Rival:
     import eqaccum
 
-    workload = setting.workload
     step = eqaccum.make_step(
-        workload.loss,
+        loss,
         OPTIMIZER,
         global_batch=setting.rows,
         microbatch=setting.microbatch,
         cache=False,
     )
     rival = started(
-        step.init(workload.model), lambda train: step(train, setting.batch)[0]
+        step.init(setting.workload.model), lambda train: step(train, setting.batch)[0]
     )
     rival.bytes = eqaccum_bytes(step.plan)
     return rival
@@ -131,6 +134,11 @@ def eqaccum_bytes(plan: Any) -> int:
 
 def by_scan(setting: Setting) -> Rival:
     """One program with `lax.scan`, its state donated."""
+    return _one_program(setting, scan_program(setting))
+
+
+def scan_program(setting: Setting) -> Any:
+    """The jitted step, of (parameters, optimizer state) and all rows."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: PyTree, batch: PyTree) -> PyTree:
@@ -146,7 +154,7 @@ def by_scan(setting: Setting) -> Rival:
         zeros = jax.tree.map(jnp.zeros_like, trainable)
         return _updated(trainable, opt_state, jax.lax.scan(body, zeros, cut)[0])
 
-    return _one_program(setting, step)
+    return step
 
 
 def whole(setting: Setting) -> Rival:
@@ -278,18 +286,7 @@ def coupled_eqaccum(setting: CoupledSetting) -> Rival:
     import eqaccum
 
     workload = setting.workload
-    step = eqaccum.make_step(
-        eqaccum.coupled(workload.embed, workload.head),
-        OPTIMIZER,
-        global_batch=setting.rows,
-        microbatch=setting.microbatch,
-        cache=False,
-    )
-    rival = started(
-        step.init(workload.model), lambda train: step(train, setting.batch)[0]
-    )
-    rival.bytes = eqaccum_bytes(step.plan)
-    return rival
+    return _by_eqaccum(setting, eqaccum.coupled(workload.embed, workload.head))
 
 
 def coupled_whole(setting: CoupledSetting) -> Rival:

@@ -64,14 +64,8 @@ def stepping(case: Case, loss: Any) -> Callable[[], None]:
     step = eqaccum.make_step(
         loss, optax.adamw(1e-3), global_batch=case.rows, microbatch=case.microbatch
     )
-    held: list[Any] = [step.init(case.workload.model)]
-    rows = case.workload.rows(case.rows)
-
-    def call() -> None:
-        held[0], _ = step(held[0], rows)
-        jax.block_until_ready(held[0].trainable_leaves)
-
-    return call
+    workload = case.workload
+    return _pairs.stepping(step, workload.model, workload.rows(case.rows))
 
 
 def main() -> None:

@@ -10,12 +10,10 @@ import argparse
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import _machine
 import _models
 import _pairs
-import jax
 import optax
 
 import eqaccum
@@ -50,14 +48,7 @@ def stepping(workload: _models.Workload, microbatch: int, noise: bool) -> Callab
         noise_scale=noise,
         axis_name=workload.axis_name,
     )
-    held: list[Any] = [step.init(workload.model)]
-    rows = workload.rows(ROWS)
-
-    def call() -> None:
-        held[0], _ = step(held[0], rows)
-        jax.block_until_ready(held[0].trainable_leaves)
-
-    return call
+    return _pairs.stepping(step, workload.model, workload.rows(ROWS))
 
 
 def main() -> None:

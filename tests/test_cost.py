@@ -7,7 +7,6 @@ the figures below were taken fails here, on every machine.
 import _models
 import _rivals
 import jax
-import jax.numpy as jnp
 import pytest
 from _rivals import Setting
 
@@ -41,17 +40,7 @@ def costs(compiled) -> dict[str, float]:
 
 
 def by_hand(setting: Setting) -> dict[str, float]:
-    def step(state, batch):
-        trainable, opt_state = state
-        cut = jax.tree.map(lambda a: a.reshape(-1, MICROBATCH, *a.shape[1:]), batch)
-
-        def body(sums, rows):
-            return jax.tree.map(jnp.add, sums, setting.gradient(trainable, rows)), None
-
-        sums, _ = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, trainable), cut)
-        return _rivals._updated(trainable, opt_state, sums)
-
-    jitted = jax.jit(step, donate_argnums=0)
+    jitted = _rivals.scan_program(setting)
     return costs(jitted.lower(setting.fresh(), setting.batch).compile())
 
 

@@ -268,7 +268,8 @@ class Step:
         """Gathers a batch into slots: the one copy that is made of its rows."""
         if batch.count > self._settings.global_batch:
             raise _errors.batch_too_large(batch.count, self._settings.global_batch)
-        own_bytes = _bytes(train)
+        # a plan and a watch begin with it; the steps after have no use for it
+        own_bytes = 0 if batch.layout in self._watches else _bytes(train)
         ready = self.prepare(batch.layout, own_bytes=own_bytes)
         trial = self._trials.get(batch.layout)
         settled = trial is None or trial.settled
