@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -531,6 +532,24 @@ def test_a_full_disk_is_said_and_the_older_checkpoint_stays_good(tmp_path, finis
     assert caught.value.result.train.step > 2
     assert contents(tmp_path) == before  # what was half written is gone
     assert_same_run(small(steps=6, checkpoint=tmp_path, resume=True), finished)
+
+
+def test_a_part_that_is_still_written_when_a_save_has_failed(tmp_path):
+    """Orbax's threads make a folder anew that was removed under them."""
+    from eqaccum._fit import _orbax
+
+    folder = tmp_path / "4.orbax-checkpoint-tmp" / "arrays"
+    folder.mkdir(parents=True)
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "manifest").write_text("late")
+
+    late = threading.Timer(0.02, write)
+    late.start()
+    _orbax._clear_away(tmp_path)
+    late.join()
+    assert list(tmp_path.iterdir()) == []
 
 
 @contextlib.contextmanager

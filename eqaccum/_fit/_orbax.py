@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import shutil
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ RECORD_FILE = "record.json"
 _TEMPORARY = "*.orbax-checkpoint-tmp"
 # How long a background save may take before Orbax gives up on it, in seconds.
 _PATIENCE = 6 * 3600
+# Looks for what a failed save still writes, and the seconds between them.
+_LOOKS, _MOMENT = 40, 0.05
 
 
 def orbax() -> Any:
@@ -117,12 +120,26 @@ class _Named:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None or not isinstance(error, Exception):
             return
-        for remains in self.path.glob(_TEMPORARY):
-            shutil.rmtree(remains, ignore_errors=True)
+        _clear_away(self.path)
         newest = newest_folder(self.path)
         raise _errors.cannot_write_checkpoint(
             self.path, short(error), newest
         ) from error
+
+
+def _clear_away(path: Path) -> None:
+    """Removes what a failed save left half written.
+
+    Other parts of it may still be on their way to the disk, and make their folders
+    anew: it is done when nothing has come back for a moment.
+    """
+    for _ in range(_LOOKS):
+        remains = list(path.glob(_TEMPORARY))
+        for folder in remains:
+            shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(_MOMENT)
+        if not remains:
+            return
 
 
 def folders(path: Path) -> list[Path]:
